@@ -1,0 +1,58 @@
+# Everything a contributor runs. Each target makes $(VENV) first, and nothing is installed twice.
+PYTHON ?= python3
+VENV ?= .venv
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: help demo test test-slow lint bench clean
+help:
+	@echo "make demo       generate text with a small real model (downloads 85 MB once)"
+	@echo "make test       the test suite"
+	@echo "make test-slow  the tests marked slow: real weights, long property runs"
+	@echo "make lint       ruff and pyright"
+	@echo "make bench      the benchmarks that docs/performance.md quotes"
+	@echo "PYTHON=python3.12 VENV=.venv312 selects another interpreter and environment"
+
+# Debian ships venv without ensurepip; there pip is put in from outside.
+$(VENV)/bin/python:
+	@$(PYTHON) -m venv $(VENV) 2>/dev/null || \
+	  { $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV)/bin/python --quiet install pip; }
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "installing jaxserve into $(VENV)"
+	@$(PIP) install -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "installing the test dependencies into $(VENV)"
+	@$(PIP) install -e '.[test]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing the development dependencies into $(VENV)"
+	@$(PIP) install -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.installed
+	@$(VENV)/bin/jaxserve generate demo --temperature 0 --max-tokens 48 \
+	  --prompt "Once upon a time, in a small village at the edge of a great forest," \
+	  --prompt "The history of the steam engine begins in the seventeenth century, when" \
+	  --prompt "In order to bake a good loaf of bread, you first need to" \
+	  --system "You are a helpful assistant. You answer in one or two short, plain and friendly sentences." \
+	  --message "What is the capital of France, and what is it known for?" \
+	  --message "Why is the sky blue?"
+
+test: $(VENV)/.installed-test
+	@$(VENV)/bin/python -m pytest -q
+
+test-slow: $(VENV)/.installed-test
+	@$(VENV)/bin/python -m pytest -q -m slow
+
+lint: $(VENV)/.installed-dev
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+bench: $(VENV)/.installed
+	@for name in host startup latency prefix throughput; do $(VENV)/bin/jaxserve bench $$name || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
