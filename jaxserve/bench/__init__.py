@@ -1,0 +1,4 @@
+"""Benchmarks: `jaxserve bench throughput | latency | prefix | startup | host`.
+
+Each is a function that returns a `Report`; docs/performance.md describes the method.
+"""

@@ -1,0 +1,75 @@
+"""What a benchmark hands back, and how it is shown and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxserve.bench import measure
+
+
+@dataclass
+class Report:
+    """One benchmark's result.
+
+    Attributes:
+        benchmark, workload: its name, and what was run in words.
+        samples: for each quantity its value in each repetition; the name ends in its unit.
+        facts: what was counted once: steps, compilations, ratios, memory.
+        foreign_cpu: for each timed call the cores that other processes used.
+        model, options: what was run on, and the engine options given.
+    """
+
+    benchmark: str
+    workload: str
+    samples: dict[str, list[float]]
+    facts: dict[str, float | int | str] = field(default_factory=dict)
+    foreign_cpu: list[float | None] = field(default_factory=list)
+    model: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=measure.environment)
+
+    def median(self, name: str) -> float:
+        return measure.summary(self.samples[name])["median"]
+
+    def as_dict(self) -> dict[str, Any]:
+        data = dataclasses.asdict(self)
+        data["metrics"] = {name: measure.summary(values) for name, values in data.pop("samples").items()}
+        return data
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+
+    def print(self) -> None:
+        """Prints the table."""
+        from rich.console import Console
+        from rich.table import Table
+
+        title = f"{self.benchmark}: {self.workload}"
+        table = Table("quantity", title=title, title_justify="left", title_style="bold")
+        for heading in ("median", "min", "max", "runs"):
+            table.add_column(heading, justify="right")
+        for name, values in self.samples.items():
+            stats = measure.summary(values)
+            table.add_row(name, *(_number(stats[key]) for key in ("median", "min", "max")), str(len(values)))
+        if self.facts:
+            table.add_section()
+        for name, value in self.facts.items():
+            table.add_row(name, _number(value))
+        console = Console(highlight=False)
+        console.print(table)
+        env = self.environment
+        console.print(f"{self.model or 'no model'}, {env['cpu']} x {env['cpus']}, Python {env['python']}, "
+                      f"jax {env['versions']['jax']}, {env['date']}", style="dim")
+        load = [cores for cores in self.foreign_cpu if cores is not None]
+        if load and max(load) > 0.15:
+            console.print(f"other processes used up to {max(load):.1f} cores during the measurement", style="yellow")
+
+
+def _number(value: float | int | str) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,1 @@
+"""`jaxserve info`: versions, devices, and what a model would need."""

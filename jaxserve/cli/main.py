@@ -1,0 +1,74 @@
+"""The `jaxserve` command and how its errors look.
+
+Nothing here or in the command modules imports jax, transformers or rich at module level, so that `--help`
+and usage errors answer at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import click
+
+from jaxserve.cli.bench import bench
+from jaxserve.cli.chat import chat
+from jaxserve.cli.convert import convert
+from jaxserve.cli.generate import generate
+from jaxserve.cli.info import info
+from jaxserve.errors import JaxserveError
+
+CONTEXT_SETTINGS = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 110,
+    # Options can be typed with the names they have in Python, too.
+    "token_normalize_func": lambda token: token.replace("_", "-"),
+}
+
+
+class _EchoHandler(logging.Handler):
+    """Shows what the library logs, as plain lines on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(self.format(record), err=True)
+
+
+class _UserError(click.ClickException):
+    """A JaxserveError as one line on stderr; exit code 2 like click's own usage errors."""
+
+    exit_code = 2
+
+
+class _Cli(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except JaxserveError as error:
+            raise _UserError(" ".join(str(error).split())) from error
+
+
+def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+        click.echo(f"jaxserve {version('jaxserve')}")
+        ctx.exit()
+
+
+@click.group(cls=_Cli, context_settings=CONTEXT_SETTINGS)
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version,
+              help="Show the version and exit.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress messages on stderr.")
+def main(quiet: bool) -> None:
+    """LLM inference in JAX.
+
+    MODEL is a hub id, a local Hugging Face directory, a .gguf file, an Orbax checkpoint directory, or "demo"
+    (SmolLM2-135M-Instruct, fetched once).
+    """
+    logger = logging.getLogger("jaxserve")
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    if not any(isinstance(handler, _EchoHandler) for handler in logger.handlers):
+        logger.addHandler(_EchoHandler())
+
+
+for command in (generate, chat, bench, info, convert):
+    main.add_command(command)

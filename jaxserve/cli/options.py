@@ -1,0 +1,101 @@
+"""Command line options made from the fields of a dataclass: EngineConfig and SamplingParams.
+
+An option exists because the dataclass has the field: name, type, default and help text come from there, so
+the command line can neither miss an option nor name one differently. `--max-model-len` and
+`--max_model_len` are the same (see `main.CONTEXT_SETTINGS`).
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Collection
+from typing import Any
+
+import click
+
+
+class IdValue(click.ParamType):
+    """`ID=VALUE`, one entry of a mapping from token id to number."""
+
+    name = "ID=VALUE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
+        token_id, separator, number = str(value).partition("=")
+        try:
+            if not separator:
+                raise ValueError
+            return int(token_id), float(number)
+        except ValueError:
+            self.fail(f"{value!r} is not ID=VALUE, for example 17=-100", param, ctx)
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The texts of the "Attributes:" section of a dataclass' docstring, by field name."""
+    section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:")[2]
+    docs: dict[str, str] = {}
+    for entry in re.split(r"\n {4}(?=\w)", section):
+        names, _, text = entry.partition(":")
+        for name in names.split(","):
+            docs[name.strip()] = " ".join(text.split())
+    return docs
+
+
+def _click_type(annotation: Any) -> tuple[Any, bool]:
+    """The click type of a field's annotation, and whether the option is repeatable."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        members = [m for m in typing.get_args(annotation) if m is not type(None)]
+        # `str | Sequence[str]` is one repeatable option.
+        annotation = members[-1]
+    origin = typing.get_origin(annotation)
+    if origin is typing.Literal:
+        return click.Choice(typing.get_args(annotation)), False
+    if origin is collections.abc.Mapping:
+        return IdValue(), True
+    if origin is collections.abc.Sequence:
+        return typing.get_args(annotation)[0], True
+    return annotation, False
+
+
+def _option(cls: type, field: dataclasses.Field, annotation: Any, help_text: str) -> Callable:
+    name = field.name.replace("_", "-")
+    kind, multiple = _click_type(annotation)
+    # The default shown is the dataclass' own; the option's is "not given", so that only what the user
+    # typed is passed on.
+    show_default = False if field.default is None else str(field.default)
+    flags = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
+    return click.option(flags, _key(cls, field), type=kind, multiple=multiple, default=None, help=help_text,
+                        show_default=show_default)
+
+
+def _key(cls: type, field: dataclasses.Field) -> str:
+    """The option's keyword argument: two dataclasses may have a field of the same name (`seed`)."""
+    return f"{cls.__name__}__{field.name}".lower()
+
+
+def options_of(cls: type, *, without: Collection[str] = ()) -> Callable[[Callable], Callable]:
+    """A decorator that adds one option for each field of `cls` to a click command, but for `without`."""
+    hints, docs = typing.get_type_hints(cls), field_docs(cls)
+
+    def decorate(command: Callable) -> Callable:
+        for field in reversed(dataclasses.fields(cls)):
+            if field.name not in without:
+                command = _option(cls, field, hints[field.name], docs[field.name])(command)
+        return command
+
+    return decorate
+
+
+def given(cls: type, options: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `cls` that the user gave, of a command's keyword arguments."""
+    chosen: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        value = options.get(_key(cls, field))
+        if value is not None and value != ():
+            is_mapping = isinstance(value, tuple) and isinstance(value[0], tuple)
+            chosen[field.name] = dict(value) if is_mapping else value
+    return chosen
