@@ -1,0 +1,145 @@
+"""Paged attention: the one contract that every backend keeps.
+
+The KV pool holds `num_layers * num_pages` pages; a page holds `page_size` tokens of one layer. A
+sequence's block table lists its page ids in order; the same id is used in every layer. Page 0 takes the
+writes of padding rows and is never read for a real one.
+
+A call covers a ragged batch: first `num_decode` rows of one token each (row i belongs to sequence i),
+then prefill chunks, each starting at a multiple of `query_block` rows. All K/V rows of the call are
+written before any is read, so sequences of one batch may share pages that this very call fills.
+
+    batch -> plan_batch()      once a step: everything that does not depend on the layer
+    q, k, v, pool, plan -> paged_attention()   once a layer
+
+The pool is an opaque pytree; each backend lays it out as its device likes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+Backend = Literal["reference", "xla"]
+Pool = Any
+Plan = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Static facts about the attention of one model on one engine.
+
+    Attributes:
+        num_layers, num_heads, num_kv_heads, head_dim: of the model; query head h reads kv head
+            `h // (num_heads // num_kv_heads)`.
+        num_pages: pages of one layer, the dummy page 0 included.
+        page_size: tokens in a page.
+        dtype: of K and V in the pool.
+        scale: factor on q.k before the softmax.
+        softcap: scores become `softcap * tanh(scores / softcap)`; None: off.
+        query_block: alignment of prefill chunks, in rows.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_pages: int
+    page_size: int
+    dtype: str
+    scale: float
+    softcap: float | None = None
+    query_block: int = 32
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of K and V of all layers."""
+        rows = self.num_layers * self.num_pages * self.page_size
+        return 2 * rows * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class AttentionBatch:
+    """The ragged batch of one step: S sequences, T token rows.
+
+    Attributes:
+        block_tables: i32[S, pages_per_seq], page ids; unused entries are 0.
+        kv_lens: i32[S], tokens in the context after this step's rows are written; 0: padding.
+        query_starts: i32[S], first row of the sequence in the token axis.
+        query_lens: i32[S], rows of the sequence in this step; 0: padding.
+        num_decode: (static) sequences 0 .. num_decode - 1 are decode rows: sequence i is row i.
+        num_tokens: (static) T.
+    """
+
+    block_tables: jax.Array
+    kv_lens: jax.Array
+    query_starts: jax.Array
+    query_lens: jax.Array
+    num_decode: int = dataclasses.field(metadata={"static": True})
+    num_tokens: int = dataclasses.field(metadata={"static": True})
+
+
+def token_rows(batch: AttentionBatch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(sequence, position, valid) of every token row: i32[T], i32[T], bool[T]; padding rows give 0, 0, False."""
+    row = jnp.arange(batch.num_tokens, dtype=jnp.int32)
+    # Prefill sequences lie in ascending order, padding ones (query_len 0) at the end of the axis.
+    starts = batch.query_starts[batch.num_decode:]
+    chunk = jnp.sum(row[:, None] >= starts[None, :], axis=1, dtype=jnp.int32) - 1  # [T]
+    seq = jnp.where(row < batch.num_decode, row, batch.num_decode + jnp.maximum(chunk, 0))
+    seq = jnp.minimum(seq, batch.kv_lens.shape[0] - 1)
+    offset = row - batch.query_starts[seq]
+    valid = (offset >= 0) & (offset < batch.query_lens[seq])
+    position = batch.kv_lens[seq] - batch.query_lens[seq] + offset
+    return jnp.where(valid, seq, 0), jnp.where(valid, position, 0), valid
+
+
+def choose_backend(platform: str) -> Backend:
+    """The backend for a jax platform name. Today every platform takes the portable XLA path."""
+    del platform
+    return "xla"
+
+
+def _module(backend: Backend):
+    if backend == "xla":
+        from kernels_pallas import xla
+        return xla
+    if backend == "reference":
+        from kernels_pallas import reference
+        return reference
+    raise ValueError(f"unknown attention backend {backend!r}; known: reference, xla")
+
+
+def pool_spec(spec: AttentionSpec, backend: Backend) -> Pool:
+    """The pool as a pytree of ShapeDtypeStructs. Tensor parallelism shards the kv-head axis, axis 1."""
+    return _module(backend).pool_spec(spec)
+
+
+def init_pool(spec: AttentionSpec, backend: Backend) -> Pool:
+    """A pool of zeros. Jit it with `out_shardings` to make it where it belongs."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), pool_spec(spec, backend))
+
+
+def plan_batch(batch: AttentionBatch, spec: AttentionSpec, backend: Backend) -> Plan:
+    """What the backend derives from the batch once a step, before the layers."""
+    return _module(backend).plan_batch(batch, spec)
+
+
+def paged_attention(q: jax.Array, k: jax.Array, v: jax.Array, pool: Pool, plan: Plan, *, layer: jax.Array,
+                    window: jax.Array | None, spec: AttentionSpec, backend: Backend) -> tuple[jax.Array, Pool]:
+    """Writes this step's K/V rows into the pool and attends, causally.
+
+    Args:
+        q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim].
+        pool: from `init_pool`; donate it, it is updated in place.
+        plan: from `plan_batch`.
+        layer: i32 scalar.
+        window: i32 scalar, a token at position p sees positions (p - window, p]; None: all of them.
+
+    Returns:
+        (out [T, num_heads, head_dim] of q's dtype, pool). Rows of padding are zero.
+    """
+    return _module(backend).paged_attention(q, k, v, pool, plan, layer=layer, window=window, spec=spec)
