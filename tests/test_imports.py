@@ -23,8 +23,10 @@ LEVELS = {
     "jaxserve.llm": 7,
     "jaxserve": 8, "jaxserve.__main__": 9, "jaxserve.cli": 8, "jaxserve.bench": 8, "jaxserve.serving": 8,
 }
-# For everyone; they import nothing but each other.
-SHARED = {"jaxserve.config", "jaxserve.errors", "jaxserve.outputs", "jaxserve.sampling_params"}
+# For everyone; they import nothing but each other. `request` has the step plan, which is what the host
+# hands to the device.
+SHARED = {"jaxserve.config", "jaxserve.errors", "jaxserve.outputs", "jaxserve.sampling_params",
+          "jaxserve.engine.request"}
 
 
 def module_name(path: Path) -> str:

@@ -29,7 +29,7 @@ def throughput(llm: LLM, repetitions: int = 3) -> Report:
         report.samples["total_s"].append(seconds)
         report.samples["output_tok_per_s"].append(run.mixed.output_tokens / seconds)
         report.samples["all_tok_per_s"].append((run.mixed.output_tokens + run.mixed.prompt_tokens) / seconds)
-    _add_counters(report, before, llm.metrics())
+    _add_counters(report, before, llm.metrics(), repetitions)
     return report
 
 
@@ -114,3 +114,10 @@ def _token_gaps(llm: LLM, prompt: list[int], max_tokens: int) -> list[float]:
         if event.token_ids:
             times.append(time.perf_counter())
     return [later - earlier for earlier, later in zip(times, times[1:])]
+
+
+def _add_counters(report: Report, before: dict, after: dict, runs: int) -> None:
+    """Adds what the engine counted in the timed runs: per run, since each is the same work."""
+    for name, value in after.items():
+        if isinstance(value, int) and value > before.get(name, 0):
+            report.facts[f"{name} per run"] = (value - before.get(name, 0)) / runs

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from jaxserve.cli.options import given, options_of
+from jaxserve.cli.options import SectionedCommand, given, options_of
 from jaxserve.config import EngineConfig
 
 
@@ -32,7 +32,7 @@ def _model_command(name: str, short_help: str) -> Callable[[Callable], click.Com
         for decorator in (options_of(EngineConfig), _json_option, _repetitions_option,
                           click.argument("model", default="demo")):
             function = decorator(function)
-        return bench.command(name, short_help=short_help)(function)
+        return bench.command(name, cls=SectionedCommand, short_help=short_help)(function)
 
     return decorate
 
@@ -83,3 +83,15 @@ def startup(model: str, repetitions: int, json_file: Path | None, **options: Any
     """Process start to first token, with an empty compilation cache and with a filled one."""
     from jaxserve.bench import startup as benchmark
     _finish(benchmark.startup(model, given(EngineConfig, options), repetitions), json_file)
+
+
+@bench.command(short_help="The host's work per step, without a model.")
+@click.option("--running", type=click.IntRange(min=1), default=256, show_default=True,
+              help="Sequences that decode.")
+@click.option("--steps", type=click.IntRange(min=1), default=300, show_default=True, help="Steps of one run.")
+@_repetitions_option
+@_json_option
+def host(running: int, steps: int, repetitions: int, json_file: Path | None) -> None:
+    """Schedule, pack and commit of one decode step, in ms, without a model."""
+    from jaxserve.bench import host as benchmark
+    _finish(benchmark.host(running, steps, repetitions), json_file)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxserve.cli.options import given, options_of
+from jaxserve.cli.options import SectionedCommand, given, options_of
 from jaxserve.config import EngineConfig
 from jaxserve.errors import JaxserveError
 from jaxserve.outputs import RequestOutput
@@ -26,7 +26,7 @@ HELP = """\
 Ctrl-C stops an answer; what was said of it stays in the conversation."""
 
 
-@click.command(short_help="Chat in the terminal.")
+@click.command(cls=SectionedCommand, short_help="Chat in the terminal.")
 @click.argument("model")
 @click.option("--system", help="System prompt.")
 @options_of(SamplingParams, without=("n",))

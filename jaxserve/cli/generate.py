@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from jaxserve.cli.options import given, options_of
+from jaxserve.cli.options import SectionedCommand, given, options_of
 from jaxserve.config import EngineConfig
 from jaxserve.outputs import PositionLogprobs, RequestOutput
 from jaxserve.sampling_params import SamplingParams
@@ -19,7 +19,7 @@ from jaxserve.sampling_params import SamplingParams
 DEFAULT_MAX_TOKENS = 256
 
 
-@click.command(short_help="Complete prompts and answer messages.")
+@click.command(cls=SectionedCommand, short_help="Complete prompts and answer messages.")
 @click.argument("model")
 @click.option("-p", "--prompt", "prompts", multiple=True, help="Text to continue. Repeatable.")
 @click.option("-m", "--message", "messages", multiple=True,

@@ -47,16 +47,8 @@ class _Cli(click.Group):
             raise _UserError(" ".join(str(error).split())) from error
 
 
-def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value:
-        from importlib.metadata import version
-        click.echo(f"jaxserve {version('jaxserve')}")
-        ctx.exit()
-
-
 @click.group(cls=_Cli, context_settings=CONTEXT_SETTINGS)
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version,
-              help="Show the version and exit.")
+@click.version_option(package_name="jaxserve")
 @click.option("-q", "--quiet", is_flag=True, help="No progress messages on stderr.")
 def main(quiet: bool) -> None:
     """LLM inference in JAX.

@@ -18,6 +18,9 @@ from typing import Any
 
 import click
 
+from jaxserve.config import EngineConfig
+from jaxserve.sampling_params import SamplingParams
+
 
 class IdValue(click.ParamType):
     """`ID=VALUE`, one entry of a mapping from token id to number."""
@@ -37,6 +40,7 @@ class IdValue(click.ParamType):
 def field_docs(cls: type) -> dict[str, str]:
     """The texts of the "Attributes:" section of a dataclass' docstring, by field name."""
     section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:")[2]
+    section = re.split(r"\n(?=\S)", section)[0]  # what is not indented does not belong to it
     docs: dict[str, str] = {}
     for entry in re.split(r"\n {4}(?=\w)", section):
         names, _, text = entry.partition(":")
@@ -61,15 +65,44 @@ def _click_type(annotation: Any) -> tuple[Any, bool]:
     return annotation, False
 
 
-def _option(cls: type, field: dataclasses.Field, annotation: Any, help_text: str) -> Callable:
+_SECTIONS = {SamplingParams: "Sampling options", EngineConfig: "Engine options"}
+
+
+class DataclassOption(click.Option):
+    """An option made from a field; `section` is its heading in the help."""
+
+    def __init__(self, *args: Any, section: str, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.section = section
+
+
+class SectionedCommand(click.Command):
+    """A command whose help lists its own options first, then those of each dataclass under a heading."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            section = param.section if isinstance(param, DataclassOption) else "Options"
+            line = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if line is not None:
+                sections.setdefault(section, []).append(line)
+        for section in sorted(sections, key=lambda name: name != "Options"):
+            with formatter.section(section):
+                formatter.write_dl(sections[section])
+
+
+def _option(cls: type, field: dataclasses.Field, annotation: Any, help_text: str) -> Callable[[Callable], Callable]:
     name = field.name.replace("_", "-")
     kind, multiple = _click_type(annotation)
-    # The default shown is the dataclass' own; the option's is "not given", so that only what the user
-    # typed is passed on.
-    show_default = False if field.default is None else str(field.default)
     flags = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
-    return click.option(flags, _key(cls, field), type=kind, multiple=multiple, default=None, help=help_text,
-                        show_default=show_default)
+    # Not given is None: only what the user typed is passed on, so the dataclass' own default holds.
+    if field.default is not None:
+        default = ("on" if field.default else "off") if kind is bool else field.default
+        help_text = f"{help_text.rstrip('.')}. Default {default}."
+    if multiple:
+        help_text += " Repeatable."
+    return click.option(flags, _key(cls, field), cls=DataclassOption, section=_SECTIONS[cls], type=kind,
+                        multiple=multiple, default=None, help=help_text[0].upper() + help_text[1:])
 
 
 def _key(cls: type, field: dataclasses.Field) -> str:

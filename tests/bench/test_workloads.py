@@ -13,7 +13,8 @@ def digest(data) -> str:
 
 
 # Made with the workload generator of the comparison with other engines, which is not part of this package.
-@pytest.mark.parametrize(("index", "expected"), [(0, "1238ae0c3fef6df6"), (1, "7d3ec962401da96d"), (2, "2d93c907fb156d38")])
+@pytest.mark.parametrize(("index", "expected"), [
+    (0, "1238ae0c3fef6df6"), (1, "7d3ec962401da96d"), (2, "2d93c907fb156d38")])
 def test_ids_are_those_of_the_comparison(index, expected):
     run = repetition(index)
     batches = (run.first_token, run.stream, run.mixed, run.shared_prefix)

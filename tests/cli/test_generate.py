@@ -1,0 +1,89 @@
+"""`jaxserve generate`."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from jaxserve.cli.main import main
+
+
+def run(*args: str, stdin: str | None = None):
+    return CliRunner().invoke(main, ["generate", "some/model", *args], input=stdin)
+
+
+def test_prompts_and_messages_are_answered_in_order(fake_llm):
+    result = run("-p", "one", "-p", "two", "-m", "three", "--system", "Be short.", "--max-tokens", "2")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "one word word\n\ntwo word word\n\n> three\n word word\n\n"
+    (llm,) = fake_llm.instances
+    assert llm.model == "some/model"
+    assert llm.closed
+    assert llm.calls[0][1] == ["one", "two"]
+    assert llm.calls[1][1] == [[{"role": "system", "content": "Be short."}, {"role": "user", "content": "three"}]]
+
+
+def test_the_summary_counts_tokens_and_cache_hits(fake_llm):
+    result = run("-p", "one", "-p", "two", "--max-tokens", "3", "--n", "2")
+    assert "2 requests, 12 tokens" in result.stderr
+    assert "16 of 20 prompt tokens from the prefix cache" in result.stderr
+
+
+def test_options_reach_engine_and_request(fake_llm):
+    run("-p", "x", "--page-size", "32", "--dtype", "float32", "--top-p", "0.5", "--seed", "7")
+    (llm,) = fake_llm.instances
+    assert (llm.options.page_size, llm.options.dtype, llm.options.seed) == (32, "float32", None)
+    params = llm.calls[0][2]
+    assert (params.top_p, params.seed, params.max_tokens) == (0.5, 7, 256)
+
+
+def test_standard_input_is_a_prompt(fake_llm):
+    assert run("--max-tokens", "1", stdin="two\nlines\n").stdout == "two\nlines word\n\n"
+
+
+def test_prompt_files(fake_llm, tmp_path):
+    (tmp_path / "a.txt").write_text("first\n\nsecond\n")
+    (tmp_path / "b.jsonl").write_text('"line\\nbreak"\n[1, 2, 3]\n')
+    run("--prompt-file", str(tmp_path / "a.txt"), "--prompt-file", str(tmp_path / "b.jsonl"))
+    assert fake_llm.instances[0].calls[0][1] == ["first", "second", "line\nbreak", [1, 2, 3]]
+
+
+def test_a_broken_prompt_file_names_the_line(fake_llm, tmp_path):
+    (tmp_path / "b.jsonl").write_text('"good"\n{"bad": 1}\n')
+    result = run("--prompt-file", str(tmp_path / "b.jsonl"))
+    assert result.exit_code == 2
+    assert "line 2" in result.stderr
+    assert not fake_llm.instances
+
+
+def test_json_lines_hold_what_the_api_returns(fake_llm):
+    result = run("-p", "one", "--json", "--max-tokens", "2")
+    (record,) = map(json.loads, result.stdout.splitlines())
+    assert record["prompt"] == "one"
+    assert record["num_cached_tokens"] == 8
+    assert record["error"] is None
+    assert record["timings"] == {"queue": 0.0, "first_token": 0.5, "total": 1.5}
+    assert record["outputs"][0]["token_ids"] == [0, 1]
+    assert record["outputs"][0]["finish_reason"] == "length"
+
+
+def test_one_failed_prompt_is_reported_in_its_place(fake_llm):
+    result = run("-p", "one", "-p", "too long", "-p", "two", "--max-tokens", "1")
+    assert result.exit_code == 1
+    assert [line for line in result.stdout.splitlines() if line] == [
+        "one word", "too long", "error: the prompt has 9999 tokens, at most 1024 fit; shorten it", "two word"]
+
+
+def test_nothing_to_do_is_a_usage_error(fake_llm):
+    for args, stdin, expected in [((), "", "--prompt"), (("--system", "x", "-p", "y"), None, "--message")]:
+        result = run(*args, stdin=stdin)
+        assert result.exit_code == 2
+        assert expected in result.stderr
+    assert not fake_llm.instances
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_user_error_is_one_line_and_exit_code_2(fake_llm, command):
+    result = CliRunner().invoke(main, [command, "m", "--page-size", "12"], input="hello")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == ["Error: page_size must be a power of two from 8 to 256, got 12"]

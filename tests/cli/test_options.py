@@ -1,0 +1,88 @@
+"""Command line options are the fields of EngineConfig and SamplingParams, no more and no fewer."""
+
+import dataclasses
+import re
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from jaxserve.cli.main import CONTEXT_SETTINGS, main
+from jaxserve.cli.options import field_docs, given, options_of
+from jaxserve.config import EngineConfig
+from jaxserve.sampling_params import SamplingParams
+
+
+def parse(cls, *args: str) -> dict:
+    @click.command(context_settings=CONTEXT_SETTINGS)
+    @options_of(cls)
+    def command(**options):
+        chosen.update(given(cls, options))
+
+    chosen: dict = {}
+    result = CliRunner().invoke(command, args, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return chosen
+
+
+@pytest.mark.parametrize("cls", [EngineConfig, SamplingParams])
+def test_every_field_has_an_option_and_a_help_text(cls):
+    docs = field_docs(cls)
+    for field in dataclasses.fields(cls):
+        assert docs.get(field.name), f"{cls.__name__}.{field.name} is not in the docstring"
+
+
+@pytest.mark.parametrize("cls", [EngineConfig, SamplingParams])
+def test_only_what_the_user_gives_is_passed_on(cls):
+    assert parse(cls) == {}
+
+
+@pytest.mark.parametrize(("args", "expected"), [
+    (["--max-model-len", "512"], {"max_model_len": 512}),
+    (["--max_model_len", "512"], {"max_model_len": 512}),
+    (["--kv-cache-memory-fraction", "0.5"], {"kv_cache_memory_fraction": 0.5}),
+    (["--dtype", "bfloat16"], {"dtype": "bfloat16"}),
+    (["--no-enable-prefix-caching"], {"enable_prefix_caching": False}),
+    (["--deterministic"], {"deterministic": True}),
+    (["--compilation-cache-dir", ""], {"compilation_cache_dir": ""}),
+])
+def test_engine_options(args, expected):
+    options = parse(EngineConfig, *args)
+    assert options == expected
+    EngineConfig(**options)
+
+
+@pytest.mark.parametrize(("args", "expected"), [
+    (["--temperature", "0"], {"temperature": 0.0}),
+    (["--top-k", "-1"], {"top_k": -1}),
+    (["--stop", "END", "--stop", "\n"], {"stop": ("END", "\n")}),
+    (["--stop-token-ids", "1", "--stop-token-ids", "2"], {"stop_token_ids": (1, 2)}),
+    (["--logit-bias", "17=-100", "--logit-bias", "3=1.5"], {"logit_bias": {17: -100.0, 3: 1.5}}),
+    (["--no-detokenize", "--ignore-eos"], {"detokenize": False, "ignore_eos": True}),
+    (["--cache-salt", "me"], {"cache_salt": "me"}),
+])
+def test_sampling_options(args, expected):
+    assert parse(SamplingParams, *args) == expected
+
+
+def test_a_malformed_bias_says_what_is_expected():
+    result = CliRunner().invoke(main, ["generate", "demo", "-p", "x", "--logit-bias", "17:1"])
+    assert result.exit_code == 2
+    assert "17=-100" in result.output
+
+
+@pytest.mark.parametrize("name", ["generate", "chat"])
+def test_help_lists_every_option_once(name):
+    text = CliRunner().invoke(main, [name, "--help"]).output
+    listed = re.findall(r"^  (?:-\w, )?--([\w-]+)", text.partition("Options:")[2], re.MULTILINE)
+    for cls in (SamplingParams, EngineConfig):
+        for field in dataclasses.fields(cls):
+            if (name, field.name) != ("chat", "n"):
+                assert listed.count(field.name.replace("_", "-")) == 1, field.name
+    assert text.index("Options:") < text.index("Sampling options:") < text.index("Engine options:")
+
+
+def test_help_shows_the_dataclass_defaults():
+    text = " ".join(CliRunner().invoke(main, ["generate", "--help"]).output.split())
+    assert "(a power of two, 8 to 256). Default 16." in text
+    assert "Reuse the KV pages of equal prompt prefixes. Default on." in text
