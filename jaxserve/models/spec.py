@@ -10,7 +10,7 @@ Activation = Literal["silu", "gelu_tanh", "gelu"]
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """Rotary position embedding, fully resolved on the host (sources: the papers named in layers/rope.py).
+    """Rotary position embedding, fully resolved on the host (sources: the papers named in rope_config.py).
 
     Attributes:
         inv_freq: one inverse frequency for each rotated pair; `2 * len(inv_freq)` dims are rotated,

@@ -1,0 +1,131 @@
+"""The one decoder. A model family is data for it: a DecoderSpec and DecoderParams.
+
+Letters in shapes as in `DecoderSpec`; T is tokens in the step, R rows that need logits, G = H / K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.layers.embedding import embed, unembed
+from jaxserve.layers.linear import dot
+from jaxserve.layers.mlp import gated_mlp
+from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.rope import apply_rope, cos_sin
+from jaxserve.models.params import DecoderParams, LayerParams
+from jaxserve.models.spec import DecoderSpec
+
+KV = TypeVar("KV")
+# (q [T, H, D], k [T, K, D], v [T, K, D], kv, layer, window) -> (out [T, H, D], kv).
+# q, k, v are in the parameters' dtype and carry their rotation; attend stores k and v, masks, and applies the
+# spec's attn_scale and attn_softcap. layer and window are int32 scalars; window is None when no layer has one.
+Attend = Callable[[jax.Array, jax.Array, jax.Array, KV, jax.Array, jax.Array | None], tuple[jax.Array, KV]]
+
+# The window of a full-attention layer in a model that has both kinds: beyond any position, and far enough
+# from the int32 limit that `position - window` cannot wrap around.
+NO_WINDOW = 1 << 30
+
+
+def decode_tokens(spec: DecoderSpec, params: DecoderParams, token_ids: jax.Array, positions: jax.Array, kv: KV,
+                  attend: Attend[KV], *, unroll: bool = False) -> tuple[jax.Array, KV]:
+    """Runs T tokens, of any number of sequences, through all layers.
+
+    Pure. What the tokens see of each other and of the past is `attend`'s business.
+
+    Args:
+        token_ids: int32 `[T]`.
+        positions: int32 `[T]`, each token's position in its own sequence.
+        kv: any pytree; it is carried through the layers, so a donated one is updated in place.
+        unroll: a Python loop over layers instead of `lax.scan`. XLA's CPU backend of jax 0.10 converts a whole
+            stack of bfloat16 weights to float32 when it is sliced inside a scan, not when sliced statically.
+
+    Returns:
+        The hidden states after the final norm, float32 `[T, E]`, and the new kv.
+    """
+    cos, sin = cos_sin(spec.rope.inv_freq, spec.rope.attention_factor, positions)
+    windows = _windows(spec)
+
+    def layer_step(x: jax.Array, kv: KV, layer: LayerParams, index: jax.Array, window, uses_rope):
+        if uses_rope is True:
+            rotation = (cos, sin)
+        elif uses_rope is False:
+            rotation = None
+        else:  # traced: the rotation by angle zero leaves q and k as they are
+            rotation = (jnp.where(uses_rope, cos, 1.0), jnp.where(uses_rope, sin, 0.0))
+        return _layer(spec, layer, x, kv, attend, index, window, rotation)
+
+    x = embed(params.embed, token_ids, spec.embed_scale)
+    if unroll:
+        for i in range(spec.num_layers):
+            layer = jax.tree.map(lambda leaf, i=i: leaf[i], params.layers)
+            window = None if windows is None else jnp.int32(windows[i])
+            x, kv = layer_step(x, kv, layer, jnp.int32(i), window, spec.layer_uses_rope[i])
+    else:
+        # What all layers share stays a constant of the loop's body; only what differs is an input of it.
+        same_window = windows is None or len(set(windows)) == 1
+        same_rope = len(set(spec.layer_uses_rope)) == 1
+        shared_window = None if windows is None else jnp.int32(windows[0])
+        per_layer = (params.layers, jnp.arange(spec.num_layers, dtype=jnp.int32),
+                     None if same_window else jnp.asarray(windows, jnp.int32),
+                     None if same_rope else jnp.asarray(spec.layer_uses_rope))
+
+        def body(carry, inputs):
+            layer, index, window, uses_rope = inputs
+            window = shared_window if same_window else window
+            uses_rope = spec.layer_uses_rope[0] if same_rope else uses_rope
+            return layer_step(*carry, layer, index, window, uses_rope), None
+
+        (x, kv), _ = lax.scan(body, (x, kv), per_layer)
+    return rms_norm(x, params.final_norm, spec.norm_eps, spec.norm_plus_one), kv
+
+
+def logits(spec: DecoderSpec, params: DecoderParams, hidden: jax.Array) -> jax.Array:
+    """Logits of hidden states `[R, E]`: float32 `[R, V]`, soft-capped if the model does so."""
+    table = params.embed if params.lm_head is None else params.lm_head
+    return unembed(table, hidden, spec.final_softcap)
+
+
+def _windows(spec: DecoderSpec) -> tuple[int, ...] | None:
+    if all(window is None for window in spec.layer_windows):
+        return None
+    return tuple(NO_WINDOW if window is None else window for window in spec.layer_windows)
+
+
+def _layer(spec: DecoderSpec, layer: LayerParams, x: jax.Array, kv: KV, attend: Attend[KV], index: jax.Array,
+           window: jax.Array | None, rotation: tuple[jax.Array, jax.Array] | None) -> tuple[jax.Array, KV]:
+    def norm(y: jax.Array, weight: jax.Array) -> jax.Array:
+        return rms_norm(y, weight, spec.norm_eps, spec.norm_plus_one)
+
+    q, k, v = _qkv(spec, layer, norm(x, layer.attn_norm), rotation)
+    out, kv = attend(q, k, v, kv, index, window)  # [T, H, D]
+    out = dot(out, layer.wo, axes=2)  # [T, E]
+    if layer.bo is not None:
+        out += layer.bo
+    x += out if layer.post_attn_norm is None else norm(out, layer.post_attn_norm)
+
+    out = gated_mlp(norm(x, layer.mlp_norm), layer.w_gate_up, layer.w_down, layer.b_gate_up, layer.b_down,
+                    spec.activation)
+    x += out if layer.post_mlp_norm is None else norm(out, layer.post_mlp_norm)
+    return x, kv
+
+
+def _qkv(spec: DecoderSpec, layer: LayerParams, x: jax.Array, rotation: tuple[jax.Array, jax.Array] | None):
+    """x `[T, E]` -> q `[T, H, D]`, k and v `[T, K, D]` in the parameters' dtype. Query head h reads kv head h // G."""
+    qkv = dot(x, layer.wqkv)  # [T, K, G+2, D]
+    if layer.bqkv is not None:
+        qkv += layer.bqkv
+    G = spec.heads_per_kv
+    q = qkv[:, :, :G].reshape(-1, spec.num_heads, spec.head_dim)
+    k, v = qkv[:, :, G], qkv[:, :, G + 1]
+    if spec.qk_norm:
+        q = rms_norm(q, layer.q_norm, spec.norm_eps, spec.norm_plus_one)
+        k = rms_norm(k, layer.k_norm, spec.norm_eps, spec.norm_plus_one)
+    if rotation is not None:
+        q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
+    dtype = layer.wqkv.dtype
+    return q.astype(dtype), k.astype(dtype), v.astype(dtype)
