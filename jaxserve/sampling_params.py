@@ -100,6 +100,8 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 self._set(name, _integer(name, getattr(self, name), low, high))
         for name, (low, high) in _NUMBERS.items():
+            self._set(name, _number(name, getattr(self, name), low, high))
+        for name, (low, high) in _OPTIONAL_NUMBERS.items():
             if getattr(self, name) is not None:
                 self._set(name, _number(name, getattr(self, name), low, high))
         for name in _FLAGS:
@@ -186,12 +188,14 @@ _OPTIONAL_INTEGERS = {
     "prompt_logprobs": (0, INT32_MAX),
 }
 _NUMBERS = {
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+_OPTIONAL_NUMBERS = {
     "temperature": (0.0, FACTOR_LIMIT),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "repetition_penalty": (1 / FACTOR_LIMIT, FACTOR_LIMIT),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
 }
 _FLAGS = (
     "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")

@@ -254,7 +254,7 @@ class _Completion:
         assert rows is not None and k is not None and len(rows) >= len(ids), "logprobs were asked for"
         new = [_position_logprobs(token_id, row, k, self._texts) for token_id, row in zip(ids, rows)]
         self._logprobs += new
-        self._cumulative += sum(row.logprob for row in rows[: len(ids)])
+        self._cumulative += sum(float(row.logprob) for row in rows[: len(ids)])
         return new
 
 
@@ -267,5 +267,5 @@ def _position_logprobs(token_id: int, row: LogprobRow, k: int, texts: TokenTexts
     }
     if token_id not in entries:
         # Among equals the device may rank it higher than the list, which then ends before it.
-        entries[token_id] = Logprob(float(row.logprob), max(row.rank, k + 1), text(token_id))
+        entries[token_id] = Logprob(float(row.logprob), max(int(row.rank), k + 1), text(token_id))
     return entries

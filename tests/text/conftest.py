@@ -25,8 +25,9 @@ def byte_alphabet() -> list[str]:
 class TextAdapter:
     """The face of a tokenizer that the engine sees, over the tokenizers library alone."""
 
-    def __init__(self, backend: Tokenizer, eos: tuple[str, ...] = ()):
+    def __init__(self, backend: Tokenizer, eos: tuple[str, ...] = (), entry_bytes: tuple[bytes, ...] = ()):
         self.backend = backend
+        self.entry_bytes = entry_bytes  # of the byte-level entries, by id
         self.vocab_size = max(backend.get_vocab().values()) + 1
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.eos_ids = frozenset(self.id(token) for token in eos)
@@ -59,20 +60,21 @@ def byte_level(extra: tuple[bytes, ...] = (), specials: tuple[str, ...] = ("<s>"
                eos: tuple[str, ...] = ("</s>",), merges=()) -> TextAdapter:
     """One token a byte (id = byte), then `extra` entries, merge results and special tokens."""
     alphabet = byte_alphabet()
-    entries = alphabet + ["".join(alphabet[byte] for byte in data) for data in extra]
-    pairs = []
-    for left, right in merges:
-        left, right = ("".join(alphabet[byte] for byte in part) for part in (left, right))
-        pairs.append((left, right))
-        entries.append(left + right)
-    backend = Tokenizer(models.BPE({entry: i for i, entry in enumerate(dict.fromkeys(entries))}, pairs))
+
+    def spell(data: bytes) -> str:
+        return "".join(alphabet[byte] for byte in data)
+
+    entries = (*(bytes([byte]) for byte in range(256)), *extra, *(left + right for left, right in merges))
+    backend = Tokenizer(models.BPE(
+        {spell(entry): i for i, entry in enumerate(entries)},
+        [(spell(left), spell(right)) for left, right in merges]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True) for token in specials])
     if bos:
         backend.post_processor = processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
-    return TextAdapter(backend, eos)
+    return TextAdapter(backend, eos, entries)
 
 
 def sentencepiece(words: tuple[str, ...] = (), bos: bool = True) -> TextAdapter:
@@ -106,7 +108,7 @@ def make_sentencepiece():
 def byte_tokenizer() -> TextAdapter:
     """A byte a token, and some entries that hold parts of characters or several of them."""
     return byte_level(extra=(b"\xe4\xb8", b"\x82\xac", b"\xac!", b"\xf0\x9f", b"a\xe2", b"\xbf\xbd", b"hello",
-                             ", beta gamma delta".encode(), "é".encode(), "\N{REPLACEMENT CHARACTER}".encode()))
+                             b", beta gamma delta", "é".encode(), "\N{REPLACEMENT CHARACTER}".encode()))
 
 
 @pytest.fixture(scope="session")
