@@ -37,7 +37,10 @@ demo: $(VENV)/.installed
 	  --prompt "Once upon a time, in a small village at the edge of a great forest," \
 	  --prompt "The history of the steam engine begins in the seventeenth century, when" \
 	  --prompt "In order to bake a good loaf of bread, you first need to" \
-	  --system "You are a helpful assistant. You answer in one or two short, plain and friendly sentences." \
+	  --system "You are a helpful and friendly assistant. You answer questions about science, history, \
+geography and everyday life. Answer in one or two short sentences, in plain words, without lists and without \
+headings. If you do not know the answer, say so. Do not repeat the question, and do not add anything that was \
+not asked for." \
 	  --message "What is the capital of France, and what is it known for?" \
 	  --message "Why is the sky blue?"
 

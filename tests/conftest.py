@@ -93,7 +93,8 @@ class FakeLLM:
         return self._stream(messages[-1]["content"], sampling_params)
 
     def metrics(self):
-        return {}
+        calls = len(self.calls)
+        return {"steps": 10 * calls, "token_rows": 300 * calls, "token_rows_padded": 400 * calls, "executables": 3}
 
     def save_checkpoint(self, directory):
         self.saved_to = directory
@@ -107,5 +108,5 @@ def fake_llm(monkeypatch) -> type[FakeLLM]:
     class Fake(FakeLLM):
         instances: list[FakeLLM] = []
 
-    monkeypatch.setattr(jaxserve, "LLM", Fake, raising=False)
+    monkeypatch.setitem(vars(jaxserve), "LLM", Fake)  # no setattr: it would import the real one first
     return Fake

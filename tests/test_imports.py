@@ -17,16 +17,16 @@ LEVELS = {
     "jaxserve.layers": 1,
     "jaxserve.sampling": 2, "jaxserve.parallel": 2,
     "jaxserve.models": 3,
-    "jaxserve.weights": 4,
+    "jaxserve.weights": 4, "jaxserve.tokenizer": 4,
     "jaxserve.runtime": 5,
     "jaxserve.engine": 6,
     "jaxserve.llm": 7,
     "jaxserve": 8, "jaxserve.__main__": 9, "jaxserve.cli": 8, "jaxserve.bench": 8, "jaxserve.serving": 8,
 }
-# For everyone; they import nothing but each other. `request` has the step plan, which is what the host
-# hands to the device.
+# For everyone; they import nothing but each other. `request` and `results` are the seam between host and
+# device: the plan of a step, and what it brought.
 SHARED = {"jaxserve.config", "jaxserve.errors", "jaxserve.outputs", "jaxserve.sampling_params",
-          "jaxserve.engine.request"}
+          "jaxserve.engine.request", "jaxserve.engine.results"}
 
 
 def module_name(path: Path) -> str:

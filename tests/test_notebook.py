@@ -51,4 +51,4 @@ def test_the_stream_prints_text(executed):
 def test_the_second_question_hits_the_prefix_cache(executed):
     first, second = re.findall(r"(\d+) of (\d+) prompt tokens", printed(cell_with(executed, "num_cached_tokens")))
     assert int(first[0]) == 0
-    assert int(second[0]) > 0.8 * int(second[1])
+    assert int(second[0]) > 0.7 * int(second[1])

@@ -29,7 +29,7 @@ def throughput(llm: LLM, repetitions: int = 3) -> Report:
         report.samples["total_s"].append(seconds)
         report.samples["output_tok_per_s"].append(run.mixed.output_tokens / seconds)
         report.samples["all_tok_per_s"].append((run.mixed.output_tokens + run.mixed.prompt_tokens) / seconds)
-    _add_counters(report, before, llm.metrics(), repetitions)
+    _add_steps(report, before, llm.metrics(), repetitions)
     return report
 
 
@@ -116,8 +116,10 @@ def _token_gaps(llm: LLM, prompt: list[int], max_tokens: int) -> list[float]:
     return [later - earlier for earlier, later in zip(times, times[1:])]
 
 
-def _add_counters(report: Report, before: dict, after: dict, runs: int) -> None:
-    """Adds what the engine counted in the timed runs: per run, since each is the same work."""
-    for name, value in after.items():
-        if isinstance(value, int) and value > before.get(name, 0):
-            report.facts[f"{name} per run"] = (value - before.get(name, 0)) / runs
+def _add_steps(report: Report, before: dict, after: dict, runs: int) -> None:
+    """Adds what the engine counted in the timed runs."""
+    steps, rows, padded = (after[name] - before[name] for name in ("steps", "token_rows", "token_rows_padded"))
+    report.facts["steps per run"] = steps / runs
+    report.facts["padding (share of computed rows)"] = 1 - rows / padded
+    report.facts["executables"] = after["executables"]
+    report.facts["executables compiled in the timed runs"] = after["executables"] - before["executables"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -107,14 +108,11 @@ class Chat:
         turns = [*self.turns, {"role": "user", "content": message}]
         text, output = "", None
         try:
-            stream = self.llm.stream_chat(turns, self.params)
-            try:
+            with contextlib.closing(self.llm.stream_chat(turns, self.params)) as stream:
                 for event in stream:
                     text += event.text
                     output = event.output
                     self.console.print(event.text, end="", markup=False, soft_wrap=True)
-            finally:
-                stream.close()
         except KeyboardInterrupt:
             self._note("\nstopped", end="")
         except JaxserveError as error:

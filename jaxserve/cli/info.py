@@ -1,10 +1,101 @@
-"""`jaxserve info`: versions, devices, and what a model would need."""
+"""`jaxserve info`: versions, devices, and what a model would take."""
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING, Any
+
 import click
 
+from jaxserve.cli.options import SectionedCommand, given, options_of
+from jaxserve.config import EngineConfig
 
-@click.command(short_help="Versions and devices.")
-def info() -> None:
-    """Show versions and devices."""
+if TYPE_CHECKING:
+    from jaxserve.models.spec import DecoderSpec
+    from jaxserve.runtime.runner import Runner
+
+Facts = dict[str, str]
+
+
+@click.command(cls=SectionedCommand, short_help="Versions, devices, and what a model would take.")
+@click.argument("model", required=False)
+@options_of(EngineConfig, without=("seed",))
+def info(model: str | None, **options: Any) -> None:
+    """Show versions and devices. With MODEL also its shape, and the memory and compiled shapes that an engine
+    with these options would have. No weights are loaded and nothing is computed.
+    """
+    sections = {"System": _system()}
+    if model is not None:
+        sections |= _model(model, EngineConfig(**given(EngineConfig, options)))
+    for heading, facts in sections.items():
+        click.secho(heading, bold=True)
+        width = max(map(len, facts))
+        for name, value in facts.items():
+            click.echo(f"  {name:<{width}}  {value}")
+
+
+def _system() -> Facts:
+    import jax
+
+    from jaxserve.bench import measure
+    env = measure.environment()
+    facts = {"Python": f"{env['python']} ({env['platform']})", "CPU": f"{env['cpu']}, {env['cpus']} usable"}
+    facts |= env["versions"]
+    for device in jax.devices():
+        stats = device.memory_stats() or {}
+        memory = f", {_size(stats['bytes_limit'])}" if "bytes_limit" in stats else ""
+        facts[f"device {device.id}"] = f"{device.platform}, {device.device_kind}{memory}"
+    return facts
+
+
+def _model(model: str, config: EngineConfig) -> dict[str, Facts]:
+    import jax
+
+    from jaxserve.models.params import abstract_params
+    from jaxserve.runtime.runner import Runner, resolve_dtype
+    from jaxserve.weights.source import open_model
+
+    source, device = open_model(model, config.max_model_len), jax.devices()[0]
+    params = abstract_params(source.spec, resolve_dtype(config.dtype, source.dtype, device))
+    valid_vocab = source.spec.vocab_size if source.tokenizer is None else source.tokenizer.vocab_size
+    runner = Runner(source.spec, params, config, valid_vocab, device)
+    leaves = jax.tree.leaves(params)
+    weights = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    count = sum(math.prod(leaf.shape) for leaf in leaves)
+    return {
+        "Model": {"model": source.description, **_shape(source.spec), "parameters": f"{count / 1e6:,.0f} million"},
+        "Engine": _engine(runner, str(params.embed.dtype), weights),
+    }
+
+
+def _shape(spec: DecoderSpec) -> Facts:
+    windows = sorted({window for window in spec.layer_windows if window is not None})
+    windowed = sum(window is not None for window in spec.layer_windows)
+    return {
+        "layers": str(spec.num_layers),
+        "hidden size": f"{spec.hidden_size}, mlp {spec.mlp_size}",
+        "attention": f"{spec.num_heads} query heads, {spec.num_kv_heads} kv heads, head size {spec.head_dim}"
+                     + (f", window of {windows} tokens in {windowed} layers" if windows else ""),
+        "vocabulary": f"{spec.vocab_size:,}",
+        "positions": f"{spec.max_position:,}",
+    }
+
+
+def _engine(runner: Runner, dtype: str, weights: int) -> Facts:
+    config = runner.config
+    tokens = (config.num_pages - 1) * config.page_size
+    full_length = tokens // config.max_model_len
+    return {
+        "dtype": dtype,
+        "max_model_len": f"{config.max_model_len:,}",
+        "max_num_seqs": str(config.max_num_seqs),
+        "max_num_batched_tokens": str(config.max_num_batched_tokens),
+        "weights": _size(weights),
+        "KV pool": f"{_size(runner.pool_bytes)}: {config.num_pages:,} pages of {config.page_size} tokens, "
+                   f"{full_length} sequences of full length",
+        "compiled shapes": f"{len(runner.buckets)}: {', '.join(map(str, runner.buckets))}",
+    }
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -21,12 +21,14 @@ def test_throughput_runs_the_mixed_workload_and_a_warm_up(fake_llm):
     assert len(seconds) == 2
     assert report.samples["output_tok_per_s"] == [4264 / s for s in seconds]
     assert report.samples["all_tok_per_s"] == [(4264 + 8104) / s for s in seconds]
+    assert report.facts == {"steps per run": 10, "padding (share of computed rows)": 0.25, "executables": 3,
+                            "executables compiled in the timed runs": 0}
 
 
 def test_requests_are_greedy_and_ignore_eos(fake_llm):
     llm = fake_llm("m")
     offline.throughput(llm, repetitions=1)
-    for _, prompts, params in llm.calls:
+    for _, _, params in llm.calls:
         assert all(p.temperature == 0 and p.ignore_eos and not p.detokenize for p in params)
         assert sum(p.max_tokens for p in params) == 4264
 

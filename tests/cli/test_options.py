@@ -84,5 +84,5 @@ def test_help_lists_every_option_once(name):
 
 def test_help_shows_the_dataclass_defaults():
     text = " ".join(CliRunner().invoke(main, ["generate", "--help"]).output.split())
-    assert "(a power of two, 8 to 256). Default 16." in text
+    assert "that a request may ask for. Default 20." in text
     assert "Reuse the KV pages of equal prompt prefixes. Default on." in text
