@@ -1,0 +1,351 @@
+"""Text to token ids and back, and chat messages to token ids.
+
+A thin wrapper over a `tokenizers.Tokenizer` (no torch; transformers is imported only to render a chat
+template or to convert a `tokenizer.model`). Where it came from does not matter to the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, processors
+from tokenizers import Tokenizer as Backend
+
+from jaxserve.errors import CheckpointError, RequestError
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
+    "chat_template.json", "vocab.json", "merges.txt", "added_tokens.json",
+)
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_RESERVED = frozenset({"messages", "tools", "documents", "conversations", "chat_template", "add_generation_prompt",
+                       "continue_final_message", "return_assistant_tokens_mask"})
+_EOS_IDS_KEY = "eos_token_ids"  # our own entry in tokenizer_config.json: there can be several
+
+Message = Mapping[str, Any]
+
+
+class Tokenizer:
+    """One model's tokenizer.
+
+    Attributes:
+        vocab_size: number of ids, added tokens included: the largest id plus one.
+        eos_ids: ids that end a generation, as far as the tokenizer knows (the checkpoint's generation_config
+            may add more).
+        special_ids: ids that `skip_special_tokens` leaves out.
+        special_tokens: by role, e.g. {"bos_token": "<s>"}; chat templates see them under these names.
+        chat_templates: Jinja sources by name; the main one is "default".
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        eos_ids: Iterable[int] = (),
+        chat_templates: Mapping[str, str] | None = None,
+    ):
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_templates = dict(chat_templates or {})
+        # A role's token counts as special even if the vocabulary does not mark it; one that the vocabulary
+        # lacks is left alone, because a new id would have no embedding.
+        known = {role: token for role, token in self.special_tokens.items() if backend.token_to_id(token) is not None}
+        marked = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        backend.add_special_tokens(
+            [AddedToken(t, special=True, normalized=False) for t in known.values() if t not in marked])
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.bos_id: int | None = backend.token_to_id(known["bos_token"]) if "bos_token" in known else None
+        eos = [backend.token_to_id(known["eos_token"])] if "eos_token" in known else []
+        self.eos_ids = frozenset([*eos, *eos_ids])
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> Tokenizer:
+        """From a Hugging Face directory: its tokenizer.json, or else what transformers makes of its
+        SentencePiece `tokenizer.model` (or vocab.json and merges.txt).
+
+        Raises:
+            CheckpointError: there is no tokenizer, or it cannot be read.
+        """
+        config = _read_json(directory / "tokenizer_config.json")
+        fallback = _read_json(directory / "special_tokens_map.json")
+        special_tokens = {}
+        for role in _ROLES:
+            token = _content(config.get(role) or fallback.get(role))
+            if token is not None:
+                special_tokens[role] = token
+        if (directory / "tokenizer.json").is_file():
+            backend = _read_backend(directory / "tokenizer.json")
+            _set_bos_eos(backend, config, special_tokens)
+        else:
+            backend, special_tokens = _convert(directory)
+        return cls(backend, special_tokens=special_tokens, eos_ids=config.get(_EOS_IDS_KEY, ()),
+                   chat_templates=_read_chat_templates(directory, config))
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """From the metadata of a GGUF file (`weights.gguf.open_gguf(path).metadata`). A file without a chat
+        template gives a tokenizer without one; none is made up."""
+        from jaxserve.weights.gguf_tokenizer import read_gguf_tokenizer
+
+        found = read_gguf_tokenizer(metadata)
+        return cls(found.backend, special_tokens=found.special_tokens, eos_ids=found.eos_ids,
+                   chat_templates=found.chat_templates)
+
+    def save(self, directory: Path) -> None:
+        """Writes tokenizer.json and tokenizer_config.json, from which `from_directory` makes an equal tokenizer."""
+        self._backend.save(str(directory / "tokenizer.json"))
+        config: dict[str, Any] = {**self.special_tokens, _EOS_IDS_KEY: sorted(self.eos_ids)}
+        if self.chat_templates:
+            config["chat_template"] = [{"name": n, "template": t} for n, t in self.chat_templates.items()]
+        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text. `add_special_tokens`: put in what the model expects around a text, mostly a BOS.
+
+        Raises:
+            RequestError: the text is no valid Unicode (it has a lone surrogate).
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as e:
+            raise RequestError(
+                f"the text has a lone surrogate (U+{ord(text[e.start]):04X} at character {e.start}), which no UTF-8 "
+                "text can hold; remove or replace it", param="prompt") from None
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True,
+               spaces_between_special_tokens: bool = True) -> str:
+        """Text of ids. Ids that are no token (padding rows of the embedding) give nothing.
+
+        Args:
+            skip_special_tokens: leave special tokens out.
+            spaces_between_special_tokens: if they are shown, put a space between two that are adjacent.
+        """
+        if skip_special_tokens or not spaces_between_special_tokens:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        special = self.special_ids
+        cuts = [i for i in range(1, len(ids)) if ids[i] in special and ids[i - 1] in special]
+        bounds = [0, *cuts, len(ids)]
+        return " ".join(self._backend.decode(ids[start:stop], skip_special_tokens=False)
+                        for start, stop in zip(bounds, bounds[1:]))
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of one id (not text: a space may be written as a letter)."""
+        return self._backend.id_to_token(token_id)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str | None]:
+        return [self._backend.id_to_token(i) for i in ids]
+
+    @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """Token -> id, added tokens included."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Ids of a conversation; arguments and errors as in `render_chat`. BOS is there if the template writes it
+        (as nearly all do), never twice."""
+        text = self.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            tools=tools, chat_template=chat_template, **template_kwargs)
+        try:
+            return self.encode(text, add_special_tokens=False)
+        except RequestError as e:
+            raise RequestError(str(e), param="messages") from None
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **template_kwargs: Any,
+    ) -> str:
+        """A conversation as the model's prompt text, rendered in transformers' sandbox.
+
+        Args:
+            messages: each has a "role" and a "content" that is text or a list of text parts
+                (`{"type": "text", "text": ...}`, joined by newlines).
+            add_generation_prompt: open the assistant's turn. Default: yes, unless continue_final_message.
+            continue_final_message: end the prompt inside the last message, to have the model go on with it.
+            tools: JSON schemas of functions, for templates that know them.
+            chat_template: Jinja source, or the name of one of the model's own; default the model's.
+            template_kwargs: further variables for the template, such as enable_thinking.
+
+        Raises:
+            RequestError: there is no template, the messages are malformed, or the template refuses them.
+        """
+        template = self._template(chat_template, bool(tools))
+        if add_generation_prompt and continue_final_message:
+            raise RequestError("add_generation_prompt and continue_final_message exclude each other; set one of them",
+                               param="continue_final_message")
+        reserved = sorted(_RESERVED & template_kwargs.keys())
+        if reserved:
+            raise RequestError(f"{', '.join(reserved)} cannot be given as variables of the chat template",
+                               param="chat_template_kwargs")
+        conversation = _check_messages(messages)
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        render = _renderer()
+        try:
+            rendered, _ = render(
+                conversations=[conversation], tools=list(tools) if tools else None, chat_template=template,
+                continue_final_message=continue_final_message, add_generation_prompt=add_generation_prompt,
+                **(self.special_tokens | template_kwargs))
+        except Exception as e:  # a template is a program: it can fail in any way, and by raise_exception on purpose
+            raise RequestError(f"the chat template does not accept these messages: {e}", param="messages") from e
+        return rendered[0]
+
+    def _template(self, given: str | None, has_tools: bool) -> str:
+        if given is not None:
+            return self.chat_templates.get(given, given)
+        if has_tools and "tool_use" in self.chat_templates:
+            return self.chat_templates["tool_use"]
+        if "default" not in self.chat_templates:
+            raise RequestError("the model has no chat template: pass chat_template=, or give a plain prompt",
+                               param="messages")
+        return self.chat_templates["default"]
+
+
+def _check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError(f"messages must be a non-empty list of messages, got {messages!r}", param="messages")
+    return [_check_message(i, message) for i, message in enumerate(messages)]
+
+
+def _check_message(i: int, message: Message) -> dict[str, Any]:
+    def wrong(what: str) -> RequestError:
+        return RequestError(f"messages[{i}]{what}", param=f"messages[{i}]")
+
+    if not isinstance(message, Mapping):
+        raise wrong(f" must be an object with role and content, got {message!r}")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise wrong(f".role must be a text such as \"user\", got {role!r}")
+    checked = {key: value for key, value in message.items() if value is not None}
+    if isinstance(content, list | tuple):
+        texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+                 for part in content]
+        if not all(isinstance(text, str) for text in texts):
+            raise wrong(".content may list only parts of the form {\"type\": \"text\", \"text\": ...}")
+        checked["content"] = "\n".join(texts)  # type: ignore[arg-type]
+    elif content is None:
+        if not message.get("tool_calls"):
+            raise wrong(".content is missing; only a message with tool_calls may have none")
+    elif not isinstance(content, str):
+        raise wrong(f".content must be a text or a list of text parts, got {type(content).__name__}")
+    if message.get("tool_calls"):
+        checked["tool_calls"] = [_parse_arguments(call, wrong) for call in message["tool_calls"]]
+    return checked
+
+
+def _parse_arguments(call: Any, wrong: Callable[[str], RequestError]) -> Any:
+    """Templates want a call's arguments as an object; the OpenAI API has them as JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments or "{}")
+    except ValueError:
+        raise wrong(f".tool_calls has arguments that are not JSON: {arguments!r}") from None
+    return {**call, "function": {**function, "arguments": parsed}}
+
+
+def _renderer() -> Callable[..., tuple[list[str], Any]]:
+    _import_transformers()
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return render_jinja_template
+
+
+def _import_transformers() -> None:
+    """Imports transformers without its advice to install PyTorch, which we neither need nor want."""
+    advice = "PyTorch was not found"
+    logging.getLogger("transformers").addFilter(lambda record: advice not in record.getMessage())
+    import transformers  # noqa: F401
+
+
+def _read_backend(path: Path) -> Backend:
+    try:
+        return Backend.from_file(str(path))
+    except Exception as e:  # the library raises bare Exception
+        raise CheckpointError(f"{path} cannot be read as a tokenizer: {e}") from None
+
+
+def _set_bos_eos(backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
+    """`add_bos_token` and `add_eos_token`, where tokenizer_config.json has them, overrule tokenizer.json."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    around = [special_tokens.get(role) if config.get(f"add_{role}") else None for role in ("bos_token", "eos_token")]
+    bos, eos = (token if token is not None and backend.token_to_id(token) is not None else None for token in around)
+    template = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+    backend.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[(token, backend.token_to_id(token)) for token in (bos, eos) if token])
+
+
+def _convert(directory: Path) -> tuple[Backend, dict[str, str]]:
+    if not any((directory / name).is_file() for name in ("tokenizer.model", "vocab.json")):
+        raise CheckpointError(f"{directory} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
+    _import_transformers()
+    from transformers import AutoTokenizer
+
+    try:
+        converted = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        backend = converted.backend_tokenizer
+    except Exception as e:  # conversion fails in many ways, by file and by tokenizer class
+        raise CheckpointError(f"the tokenizer of {directory} cannot be converted: {e}") from e
+    return backend, {role: token for role, token in converted.special_tokens_map.items() if role in _ROLES}
+
+
+def _read_chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """By name. A file of its own wins over the entry in tokenizer_config.json, as in transformers."""
+    stored = config.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template")
+    if isinstance(stored, list):
+        templates = {entry["name"]: entry["template"] for entry in stored}
+    else:
+        templates = {"default": stored} if stored else {}
+    for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    if (directory / "chat_template.jinja").is_file():
+        templates["default"] = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    return templates
+
+
+def _content(token: Any) -> str | None:
+    """A special token is written as text or as an object with its properties."""
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise CheckpointError(f"{path} is not JSON: {e}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return content

@@ -1,0 +1,1 @@
+"""Checkpoints: safetensors, GGUF and Orbax, read straight into (sharded) device arrays."""

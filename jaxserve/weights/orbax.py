@@ -1,0 +1,126 @@
+"""Orbax checkpoints that stand on their own: parameters, config and tokenizer in one directory.
+
+    jaxserve.json    format version, Hugging Face config, generation config, dtype
+    params/          the Orbax checkpoint: a flat dict, dotted leaf path -> array
+    tokenizer/       tokenizer.json and tokenizer_config.json, if there is a tokenizer
+
+The dict is keyed by leaf path and not by our classes, so a checkpoint outlives changes to them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models.params import DecoderParams, abstract_params
+from jaxserve.models.spec import DecoderSpec
+from jaxserve.tokenizer import Tokenizer
+from jaxserve.weights.load import leaf_paths
+
+MANIFEST = "jaxserve.json"
+FORMAT_VERSION = 1
+_PARAMS, _TOKENIZER = "params", "tokenizer"
+
+
+def save_checkpoint(
+    directory: Path,
+    params: DecoderParams,
+    config: Mapping[str, Any],
+    generation_config: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Writes a checkpoint that `open_model` reads. The manifest comes last, so a directory that has one is whole.
+
+    Raises:
+        CheckpointError: the directory exists and is not empty.
+    """
+    import orbax.checkpoint as ocp
+
+    directory = directory.absolute()
+    if directory.exists() and any(directory.iterdir()):
+        raise CheckpointError(f"{directory} is not empty; save the checkpoint to a new directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(directory / _PARAMS, leaf_paths(params))
+    if tokenizer is not None:
+        (directory / _TOKENIZER).mkdir()
+        tokenizer.save(directory / _TOKENIZER)
+    manifest = {"format_version": FORMAT_VERSION, "dtype": str(params.embed.dtype), "config": dict(config),
+                "generation_config": dict(generation_config or {})}
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The content of jaxserve.json: format_version, dtype, config, generation_config.
+
+    Raises:
+        CheckpointError: it is malformed, or of another format version.
+    """
+    path = directory / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        version = manifest["format_version"]
+    except (ValueError, TypeError, KeyError) as e:
+        raise CheckpointError(f"{path} is malformed: {e!r}") from None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{path} has format version {version!r}; this jaxserve reads version {FORMAT_VERSION}")
+    absent = [key for key in ("dtype", "config", "generation_config") if key not in manifest]
+    if absent:
+        raise CheckpointError(f"{path} lacks {', '.join(absent)}")
+    return manifest
+
+
+def read_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer that was saved with the checkpoint.
+
+    Raises:
+        CheckpointError: none was.
+    """
+    return Tokenizer.from_directory(directory / _TOKENIZER)
+
+
+def restore_params(
+    directory: Path, spec: DecoderSpec, dtype: Any, shardings: DecoderParams | None = None
+) -> DecoderParams:
+    """The parameters in `dtype`, each leaf read straight into its sharding (None: jax's default device).
+
+    Raises:
+        CheckpointError: leaves are missing, unknown or of the wrong shape; all are listed.
+    """
+    import orbax.checkpoint as ocp
+
+    path = directory.absolute() / _PARAMS
+    if not path.is_dir():
+        raise CheckpointError(f"{directory} has no {_PARAMS}/, so it is not a whole checkpoint; save it again")
+    expected = abstract_params(spec, dtype)
+    wanted = leaf_paths(expected)
+    with ocp.StandardCheckpointer() as checkpointer:
+        _check_leaves(directory, {name: tuple(m.shape) for name, m in _stored(checkpointer, path).items()}, wanted)
+        where = leaf_paths(shardings) if shardings is not None else {}
+        default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        target = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where.get(name, default))
+                  for name, leaf in wanted.items()}
+        restored = checkpointer.restore(path, target)
+    return jax.tree.unflatten(jax.tree.structure(expected), [restored[name] for name in wanted])
+
+
+def _stored(checkpointer: Any, path: Path) -> dict[str, Any]:
+    try:
+        metadata = checkpointer.metadata(path).item_metadata
+        return dict(metadata.tree)
+    except (AttributeError, FileNotFoundError, TypeError, ValueError) as e:
+        raise CheckpointError(f"{path} is not a whole Orbax checkpoint: {e}") from e
+
+
+def _check_leaves(directory: Path, stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Any]) -> None:
+    problems = [f"{name} is missing" for name in wanted if name not in stored]
+    problems += [f"{name} is unknown" for name in stored if name not in wanted]
+    problems += [f"{name} is {list(stored[name])}, must be {list(leaf.shape)}"
+                 for name, leaf in wanted.items() if name in stored and stored[name] != leaf.shape]
+    if problems:
+        raise CheckpointError(f"the parameters in {directory} do not fit its config: {'; '.join(problems)}")

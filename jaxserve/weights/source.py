@@ -1,0 +1,184 @@
+"""From what the user calls a model to something that can be loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models.params import DecoderParams
+from jaxserve.models.placement import NameMap
+from jaxserve.models.registry import ignorable, name_map, resolve
+from jaxserve.models.spec import DecoderSpec
+from jaxserve.tokenizer import TOKENIZER_FILES, Tokenizer
+from jaxserve.weights import demo
+from jaxserve.weights.gguf import open_gguf
+from jaxserve.weights.lazy import TensorMap
+from jaxserve.weights.load import Progress, load_params
+from jaxserve.weights.orbax import MANIFEST, read_manifest, read_tokenizer, restore_params
+from jaxserve.weights.safetensors import open_safetensors
+
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", *TOKENIZER_FILES]
+# Subdirectories hold other formats of the same weights; so does Mistral's "consolidated".
+_HUB_IGNORED = ["*/*", "consolidated*"]
+_PATH_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json")
+_KINDS = "a local Hugging Face directory, a .gguf file, an Orbax checkpoint directory, a hub id, or \"demo\""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A model whose files are at hand and whose config has been read, but whose weights have not.
+
+    Attributes:
+        description: one line for the user.
+        config: as in config.json.
+        generation_config: as in generation_config.json; empty when there is none.
+        stored_dtype: of the weights as stored ("float32", "bfloat16", ...); what `dtype="auto"` starts from.
+        tensors: the checkpoint's tensors; None for an Orbax checkpoint, which is restored as a whole.
+    """
+
+    description: str
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    spec: DecoderSpec
+    name_map: NameMap
+    stored_dtype: str
+    tensors: TensorMap | None
+    read_tokenizer: Callable[[], Tokenizer]
+    restore: Callable[[Any, DecoderParams | None], DecoderParams] | None = None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Read at first use.
+
+        Raises:
+            CheckpointError: the model comes without a tokenizer.
+        """
+        return self.read_tokenizer()
+
+    def load(
+        self, dtype: Any, shardings: DecoderParams | None = None, progress: Progress | None = None
+    ) -> DecoderParams:
+        """The parameters in `dtype` on the devices; see `load_params`. An Orbax checkpoint reports progress once,
+        at its end."""
+        if self.tensors is not None:
+            return load_params(self.spec, self.name_map, self.tensors, dtype, shardings, ignorable, progress)
+        assert self.restore is not None
+        params = self.restore(dtype, shardings)
+        if progress is not None:
+            num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+            progress(num_bytes, num_bytes)
+        return params
+
+
+def open_model(model: str | os.PathLike[str], max_model_len: int | None = None) -> ModelSource:
+    """Finds a model and reads its config.
+
+    Args:
+        model: a local Hugging Face directory, a .gguf file, an Orbax checkpoint written by
+            `save_checkpoint`, a hub id ("owner/name", downloaded into the hub's cache), or "demo".
+            What exists as a path is a path.
+        max_model_len: some rope scalings depend on it; see `registry.resolve`.
+
+    Raises:
+        CheckpointError: there is no such model, or its files are incomplete.
+        UnsupportedModelError: it asks for something that is not implemented.
+    """
+    name = os.fspath(model)
+    path = Path(name).expanduser()
+    if name == "demo":
+        return _from_gguf(demo.demo_model_path(), max_model_len, f"demo: {demo.DESCRIPTION}")
+    if path.is_dir():
+        if (path / MANIFEST).is_file():
+            return _from_orbax(path, max_model_len)
+        return _from_directory(path, max_model_len, f"Hugging Face directory {path}")
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"{path} is a file, but not a .gguf; give {_KINDS}")
+        return _from_gguf(path, max_model_len, f"GGUF file {path}")
+    if not isinstance(model, str) or _looks_like_path(name):
+        raise CheckpointError(f"{name} does not exist; give {_KINDS}")
+    return _from_directory(_download(name), max_model_len, f"hub model {name}")
+
+
+def _looks_like_path(name: str) -> bool:
+    return not _HUB_ID.match(name) or name.endswith(_PATH_SUFFIXES)
+
+
+def _from_directory(path: Path, max_model_len: int | None, description: str) -> ModelSource:
+    config_path = path / "config.json"
+    if not config_path.is_file():
+        raise CheckpointError(f"{path} has neither config.json nor {MANIFEST}, so it holds no model; give {_KINDS}")
+    config = _read_json(config_path)
+    generation_path = path / "generation_config.json"
+    spec = resolve(config, max_model_len)
+    tensors = open_safetensors(path)
+    names = name_map(config, spec)
+    stored = next((str(tensors[name].dtype) for name in names if name in tensors), "float32")
+    return ModelSource(
+        description=description, config=config, spec=spec, name_map=names, tensors=tensors, stored_dtype=stored,
+        generation_config=_read_json(generation_path) if generation_path.is_file() else {},
+        read_tokenizer=lambda: Tokenizer.from_directory(path))
+
+
+def _from_gguf(path: Path, max_model_len: int | None, description: str) -> ModelSource:
+    model = open_gguf(path)
+    spec = resolve(model.config, max_model_len)
+    return ModelSource(
+        description=description, config=model.config, generation_config=model.generation_config, spec=spec,
+        name_map=name_map(model.config, spec), tensors=model.tensors, stored_dtype=model.stored_dtype,
+        read_tokenizer=lambda: Tokenizer.from_gguf(model.metadata))
+
+
+def _from_orbax(path: Path, max_model_len: int | None) -> ModelSource:
+    manifest = read_manifest(path)
+    config = manifest["config"]
+    spec = resolve(config, max_model_len)
+    return ModelSource(
+        description=f"Orbax checkpoint {path}", config=config, generation_config=manifest["generation_config"],
+        spec=spec, name_map=name_map(config, spec), tensors=None, stored_dtype=manifest["dtype"],
+        read_tokenizer=lambda: read_tokenizer(path),
+        restore=lambda dtype, shardings: restore_params(path, spec, dtype, shardings))
+
+
+def _download(repo_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(repo_id, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
+    except GatedRepoError as e:
+        raise CheckpointError(
+            f"{repo_id} is gated: accept its terms on the hub and log in (hf auth login), then try again") from e
+    except RepositoryNotFoundError as e:
+        raise CheckpointError(
+            f"the hub has no model {repo_id} (or it is private and you are not logged in), and there is no such "
+            f"directory here; give {_KINDS}") from e
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as e:
+        raise CheckpointError(
+            f"{repo_id} is neither a local directory nor in the hub's cache, and the hub cannot be reached ({e}); "
+            f"check the network, or give {_KINDS}") from e
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise CheckpointError(f"{path} is not JSON: {e}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return content
