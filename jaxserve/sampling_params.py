@@ -34,7 +34,8 @@ class SamplingParams:
         max_tokens: most tokens to generate; None: the rest of the context. Larger than what is left of
             the context is an error. 0 only with prompt_logprobs, to score the prompt: the completion is
             empty and ends with "length" (the engine samples one token and drops it).
-        min_tokens: EOS and stop_token_ids cannot be sampled before this many tokens.
+        min_tokens: EOS and stop_token_ids cannot be sampled before this many tokens, and stop strings
+            that they complete do not count.
         temperature: 0 (or below 1e-5) is greedy, at most 1e4. Neutral 1.
         top_k: keep the k most probable; 0, -1 or more than the vocabulary: off.
         top_p: keep the smallest set with this probability mass, in (0, 1].

@@ -128,6 +128,8 @@ class Detokenizer:
 
     The cost of an id does not depend on the length of the sequence: a table look-up, and at most three
     bytes and one stop string's beginning are remembered.
+
+    Stop strings that are completed within the first `min_tokens` ids do not count.
     """
 
     def __init__(
@@ -136,11 +138,13 @@ class Detokenizer:
         *,
         stops: StopStrings | None = None,
         include_stop: bool = False,
+        min_tokens: int = 0,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ):
         self._texts = texts
         self._matcher = StopMatcher(stops, include_stop) if stops is not None else None
+        self._ids_before_stop = min_tokens
         self._skip_special = skip_special_tokens
         self._spaces = spaces_between_special_tokens
         self._last_special: int | None = None  # the previous id, if it was special and shown
@@ -155,7 +159,8 @@ class Detokenizer:
             if self._matcher is None:
                 shown.append(text)
                 continue
-            text, stop = self._matcher.feed(text)
+            self._ids_before_stop -= 1
+            text, stop = self._matcher.feed(text, active=self._ids_before_stop < 0)
             shown.append(text)
             if stop is not None:
                 self._utf8.reset()

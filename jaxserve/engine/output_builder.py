@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxserve.engine.detokenizer import Detokenizer, TokenTexts
 from jaxserve.engine.processor import ProcessedRequest
@@ -25,17 +25,16 @@ from jaxserve.outputs import (
 
 
 class LogprobRow(NamedTuple):
-    """One position's log-probabilities as they come from the device.
+    """One position's log-probabilities as they come from the device, in Python's own numbers.
 
     `logprob`, `rank`: of the token that stands at the position (sampled, or of the prompt); rank 1 is
-    the best. `top_ids`, `top_logprobs`: the best entries, best first, at least as many as were asked for
-    (lists, or numpy i32[K] and f32[K]).
+    the best. `top_ids`, `top_logprobs`: the best entries, best first, at least as many as were asked for.
     """
 
     logprob: float
     rank: int
-    top_ids: Sequence[int] | Any
-    top_logprobs: Sequence[float] | Any
+    top_ids: list[int]
+    top_logprobs: list[float]
 
 
 class RequestState:
@@ -149,7 +148,7 @@ class RequestState:
         params = self.processed.params
         return Detokenizer(
             self._texts, stops=stops, include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens, skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens)
 
     def _finish_all(self, reason: FinishReason) -> list[StreamEvent]:
@@ -203,10 +202,10 @@ class _Completion:
     def append(self, token_ids: Sequence[int], rows: Sequence[LogprobRow] | None) -> _Increment:
         if self._scoring:
             return self.finish("length")
-        room = self._options.max_tokens - len(self._token_ids)
-        ids = list(token_ids[:room])
-        end = next((i for i, token_id in enumerate(ids) if token_id in self._end_ids), None)
-        if end is not None:
+        ids = list(token_ids[: self._options.max_tokens - len(self._token_ids)])
+        end = None
+        if not self._end_ids.isdisjoint(ids):
+            end = next(i for i, token_id in enumerate(ids) if token_id in self._end_ids)
             del ids[end + 1:]
         text, stop_string = "", None
         if self._detokenizer is not None:
@@ -254,18 +253,21 @@ class _Completion:
         assert rows is not None and k is not None and len(rows) >= len(ids), "logprobs were asked for"
         new = [_position_logprobs(token_id, row, k, self._texts) for token_id, row in zip(ids, rows)]
         self._logprobs += new
-        self._cumulative += sum(float(row.logprob) for row in rows[: len(ids)])
+        self._cumulative += sum(row.logprob for row in rows[: len(ids)])
         return new
 
 
 def _position_logprobs(token_id: int, row: LogprobRow, k: int, texts: TokenTexts | None) -> PositionLogprobs:
     """The k best entries, and the position's own token behind them if it is none of them."""
-    text = texts.text if texts is not None else lambda _: None
-    entries = {
-        int(top_id): Logprob(float(logprob), rank, text(int(top_id)))
-        for rank, (top_id, logprob) in enumerate(zip(row.top_ids[:k], row.top_logprobs[:k]), 1)
-    }
+    text = _no_text if texts is None else texts.text
+    entries: PositionLogprobs = {}
+    for rank, top_id, logprob in zip(range(1, k + 1), row.top_ids, row.top_logprobs):
+        entries[top_id] = Logprob(logprob, rank, text(top_id))
     if token_id not in entries:
         # Among equals the device may rank it higher than the list, which then ends before it.
-        entries[token_id] = Logprob(float(row.logprob), max(int(row.rank), k + 1), text(token_id))
+        entries[token_id] = Logprob(row.logprob, max(row.rank, k + 1), text(token_id))
     return entries
+
+
+def _no_text(token_id: int) -> None:
+    return None

@@ -91,6 +91,7 @@ class Processor:
     ):
         self._tokenizer = tokenizer
         self._config = config
+        self._num_tokens = config.vocab_size if tokenizer is None else min(tokenizer.vocab_size, config.vocab_size)
         self._eos_ids = eos_ids
         self._defaults = _sampling_defaults(generation_config)
         self._base_seed = secrets.randbits(64) if base_seed is None else base_seed
@@ -208,7 +209,7 @@ class Processor:
             "priority": params.priority,
             "cache_salt": params.cache_salt,
         }
-        _check_something_is_allowed(options)
+        _check_something_is_allowed(options, self._num_tokens)
         return options
 
     def _bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
@@ -267,14 +268,18 @@ def _sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     return NEUTRAL | {name: getattr(checked, name) for name in named}
 
 
-def _check_something_is_allowed(options: Mapping[str, Any]) -> None:
-    """Masks may not leave a position without any token: its distribution would be NaN."""
-    if options["allowed_token_ids"] is None:
-        return
-    left = set(options["allowed_token_ids"]) - {word[0] for word in options["bad_words"] if len(word) == 1}
-    if not left:
-        raise RequestError("bad_words bans every token of allowed_token_ids", "allowed_token_ids")
-    if options["min_tokens"] > 0 and not left - options["eos_ids"] - options["stop_ids"]:
+def _check_something_is_allowed(options: Mapping[str, Any], num_tokens: int) -> None:
+    """Masks may not leave a position without any token: its distribution would be NaN.
+
+    `num_tokens`: ids of the tokenizer; rows of the embedding beyond them are never sampled.
+    """
+    allowed = options["allowed_token_ids"]
+    masked = {word[0] for word in options["bad_words"] if len(word) == 1}
+    if options["min_tokens"] > 0:
+        masked |= options["eos_ids"] | options["stop_ids"]
+    candidates = range(num_tokens) if allowed is None else (i for i in allowed if i < num_tokens)
+    if all(i in masked for i in candidates):
         raise RequestError(
-            f"allowed_token_ids holds only tokens that end the text, but min_tokens is {options['min_tokens']}",
-            "allowed_token_ids")
+            f"no token is left to generate: allowed_token_ids, bad_words and min_tokens {options['min_tokens']} (until "
+            f"which EOS and stop_token_ids are masked) exclude every id, the tokenizer's ids being 0 to "
+            f"{num_tokens - 1}", "bad_words" if allowed is None else "allowed_token_ids")

@@ -78,11 +78,11 @@ class StopMatcher:
         self._state = 0
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, str | None]:
+    def feed(self, text: str, active: bool = True) -> tuple[str, str | None]:
         """Reads `text`; returns what may be shown now and the stop string that was met, if any.
 
         With a stop string the shown text ends right before it (right after it with `include_stop`) and
-        nothing is held any more.
+        nothing is held any more. While not `active`, stop strings that are completed do not count.
         """
         stops, state = self._stops, self._state
         step, hit = stops.step, stops.hit
@@ -90,7 +90,7 @@ class StopMatcher:
         for position, char in enumerate(text, len(self._held) + 1):
             state = step(state, char)
             stop = hit[state]
-            if stop is not None:
+            if active and stop is not None:
                 self._held, self._state = "", 0
                 return known[: position if self._include_stop else position - len(stop)], stop
         self._state = state

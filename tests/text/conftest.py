@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
 
 from jaxserve.config import ResolvedConfig
+from jaxserve.tokenizer import Tokenizer
 
 
 def byte_alphabet() -> list[str]:
@@ -22,76 +24,51 @@ def byte_alphabet() -> list[str]:
     return [alphabet[byte] for byte in range(256)]
 
 
-class TextAdapter:
-    """The face of a tokenizer that the engine sees, over the tokenizers library alone."""
+class TinyTokenizer(Tokenizer):
+    """A Tokenizer with its backend and, if byte-level, the bytes of its entries by id."""
 
-    def __init__(self, backend: Tokenizer, eos: tuple[str, ...] = (), entry_bytes: tuple[bytes, ...] = ()):
+    def __init__(self, backend: Backend, entry_bytes: tuple[bytes, ...] = (), **special_tokens: str):
+        super().__init__(backend, special_tokens=special_tokens)
         self.backend = backend
-        self.entry_bytes = entry_bytes  # of the byte-level entries, by id
-        self.vocab_size = max(backend.get_vocab().values()) + 1
-        self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
-        self.eos_ids = frozenset(self.id(token) for token in eos)
-
-    def id(self, token: str) -> int:
-        token_id = self.backend.token_to_id(token)
-        assert token_id is not None, token
-        return token_id
-
-    def encode(self, text, add_special_tokens=True):
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-
-    def decode(self, ids, skip_special_tokens=True, spaces_between_special_tokens=True):
-        text = ""
-        group: list[int] = []
-        for i, token_id in enumerate(ids):
-            group.append(token_id)
-            last = i + 1 == len(ids)
-            if last or (token_id in self.special_ids and ids[i + 1] in self.special_ids
-                        and spaces_between_special_tokens and not skip_special_tokens):
-                text += self.backend.decode(group, skip_special_tokens=skip_special_tokens) + ("" if last else " ")
-                group = []
-        return text
-
-    def id_to_token(self, token_id):
-        return self.backend.id_to_token(token_id)
+        self.entry_bytes = entry_bytes
 
 
-def byte_level(extra: tuple[bytes, ...] = (), specials: tuple[str, ...] = ("<s>", "</s>"), bos: bool = False,
-               eos: tuple[str, ...] = ("</s>",), merges=()) -> TextAdapter:
-    """One token a byte (id = byte), then `extra` entries, merge results and special tokens."""
+def byte_level(extra: tuple[bytes, ...] = (), merges: tuple[tuple[bytes, bytes], ...] = (), bos: bool = False,
+               eos: bool = True) -> TinyTokenizer:
+    """One token a byte (id = byte), then `extra` entries, merge results, <s> and </s>."""
     alphabet = byte_alphabet()
 
     def spell(data: bytes) -> str:
         return "".join(alphabet[byte] for byte in data)
 
     entries = (*(bytes([byte]) for byte in range(256)), *extra, *(left + right for left, right in merges))
-    backend = Tokenizer(models.BPE(
+    backend = Backend(models.BPE(
         {spell(entry): i for i, entry in enumerate(entries)},
         [(spell(left), spell(right)) for left, right in merges]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True) for token in specials])
+    backend.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>")])
     if bos:
         backend.post_processor = processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
-    return TextAdapter(backend, eos, entries)
+    return TinyTokenizer(backend, entries, **({"eos_token": "</s>"} if eos else {}))
 
 
-def sentencepiece(words: tuple[str, ...] = (), bos: bool = True) -> TextAdapter:
+def sentencepiece(words: tuple[str, ...] = (), bos: bool = True) -> TinyTokenizer:
     """Unigram with byte fallback and a decoder that drops a text's first space, as Llama 2 has it."""
     letters = [chr(code) for code in range(0x21, 0x7F)]
     vocab = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
     vocab += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
     vocab += [("\u2581", -9.0)] + [(letter, -10.0) for letter in letters]
     vocab += [(word, -5.0) for word in words]
-    backend = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
+    backend = Backend(models.Unigram(vocab, unk_id=0, byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     backend.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     backend.add_special_tokens([AddedToken(token, special=True) for token in ("<unk>", "<s>", "</s>")])
     if bos:
         backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return TextAdapter(backend, ("</s>",))
+    return TinyTokenizer(backend, eos_token="</s>")
 
 
 @pytest.fixture(scope="session")
@@ -105,14 +82,14 @@ def make_sentencepiece():
 
 
 @pytest.fixture(scope="session")
-def byte_tokenizer() -> TextAdapter:
+def byte_tokenizer() -> TinyTokenizer:
     """A byte a token, and some entries that hold parts of characters or several of them."""
     return byte_level(extra=(b"\xe4\xb8", b"\x82\xac", b"\xac!", b"\xf0\x9f", b"a\xe2", b"\xbf\xbd", b"hello",
                              b", beta gamma delta", "é".encode(), "\N{REPLACEMENT CHARACTER}".encode()))
 
 
 @pytest.fixture(scope="session")
-def sp_tokenizer() -> TextAdapter:
+def sp_tokenizer() -> TinyTokenizer:
     return sentencepiece(words=("\u2581hello", "\u2581world", "ello", "\u2581the", "the"))
 
 

@@ -73,9 +73,9 @@ def test_sentencepiece_text_comes_back_behind_a_prompt(sp_tokenizer, text):
 
 
 def test_an_unfinished_byte_token_does_not_spoil_those_before_it(sp_tokenizer):
-    newline, first = sp_tokenizer.id("<0x0A>"), sp_tokenizer.id("<0xF0>")
+    newline, first = sp_tokenizer.token_to_id("<0x0A>"), sp_tokenizer.token_to_id("<0xF0>")
     assert text_of(sp_tokenizer, [newline, first]) == "\n\ufffd"
-    assert text_of(sp_tokenizer, [first, sp_tokenizer.id("<0x41>")]) == "\ufffdA"
+    assert text_of(sp_tokenizer, [first, sp_tokenizer.token_to_id("<0x41>")]) == "\ufffdA"
 
 
 def test_hangul_and_emoji_stream_without_replacement_characters(make_byte_level):
@@ -117,7 +117,7 @@ def test_added_tokens_beyond_the_vocabulary_are_text(make_byte_level):
     (True, True, "ab"), (False, True, "a</s> <s>b<s>"), (False, False, "a</s><s>b<s>")])
 def test_special_tokens_are_left_out_or_shown(make_byte_level, skip, spaces, text):
     tokenizer = make_byte_level()
-    bos, eos = tokenizer.id("<s>"), tokenizer.id("</s>")
+    bos, eos = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")
     ids = [97, eos, bos, 98, bos]
     options = dict(skip_special_tokens=skip, spaces_between_special_tokens=spaces)
     assert text_of(tokenizer, ids, **options) == text == tokenizer.decode(ids, **options)
@@ -126,8 +126,9 @@ def test_special_tokens_are_left_out_or_shown(make_byte_level, skip, spaces, tex
 def test_skipped_special_tokens_do_not_break_a_character(make_byte_level):
     tokenizer = make_byte_level()
     first, second = "é".encode()
-    assert text_of(tokenizer, [first, tokenizer.id("<s>"), second]) == "é"
-    assert text_of(tokenizer, [first, tokenizer.id("<s>"), second], skip_special_tokens=False) == "\ufffd<s>\ufffd"
+    ids = [first, tokenizer.token_to_id("<s>"), second]
+    assert text_of(tokenizer, ids) == "é"
+    assert text_of(tokenizer, ids, skip_special_tokens=False) == "\ufffd<s>\ufffd"
 
 
 # --- Stop strings -----------------------------------------------------------------------------------------------
@@ -153,6 +154,12 @@ def test_ids_behind_the_stop_string_do_not_count(make_byte_level, step):
         if update.stop is not None:
             break
     assert (counted, text, update.stop, detokenizer.finish()) == (6, "ABC", "DEF", "")
+
+
+@pytest.mark.parametrize(("min_tokens", "text"), [(0, "x"), (2, "x"), (3, "xAB"), (4, "xAB"), (5, "xABAB!")])
+def test_stop_strings_do_not_count_before_min_tokens(make_byte_level, min_tokens, text):
+    tokenizer = make_byte_level()
+    assert text_of(tokenizer, list(b"xABAB!"), stop=("AB",), min_tokens=min_tokens) == text
 
 
 def test_a_stop_string_inside_a_token_cuts_there(byte_tokenizer):

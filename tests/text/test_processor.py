@@ -46,12 +46,12 @@ def test_an_empty_prompt_is_refused(make, prompt):
 def test_an_empty_text_is_its_bos(make, make_byte_level):
     tokenizer = make_byte_level(bos=True)
     processed = make(tokenizer).process("", SamplingParams())
-    assert processed.prompt_token_ids == [tokenizer.id("<s>")]
+    assert processed.prompt_token_ids == [tokenizer.token_to_id("<s>")]
 
 
 def test_text_gets_bos_once_and_ids_none(make, make_byte_level):
     tokenizer = make_byte_level(bos=True)
-    bos, processor = tokenizer.id("<s>"), make(tokenizer)
+    bos, processor = tokenizer.token_to_id("<s>"), make(tokenizer)
     assert processor.process("hi", SamplingParams()).prompt_token_ids == [bos, 104, 105]
     assert processor.process([bos, 104], SamplingParams()).prompt_token_ids == [bos, 104]
 
@@ -162,6 +162,8 @@ def test_a_request_whose_masks_leave_nothing_is_refused(make):
     assert refused(processor, "hi", allowed_token_ids=[97], bad_words=["a"]).param == "allowed_token_ids"
     assert refused(processor, "hi", allowed_token_ids=[257], min_tokens=1).param == "allowed_token_ids"
     assert refused(processor, "hi", allowed_token_ids=[9], stop_token_ids=[9], min_tokens=1)
+    assert "0 to 257" in str(refused(processor, "hi", allowed_token_ids=[258, 511]))
+    assert refused(make(config={"vocab_size": 2}), [1], bad_words=["\0", "\x01"]).param == "bad_words"
     assert processor.process("hi", SamplingParams(allowed_token_ids=[257]))
     assert processor.process("hi", SamplingParams(allowed_token_ids=[257], min_tokens=1, ignore_eos=True))
 
@@ -266,8 +268,8 @@ def test_every_eos_of_the_checkpoint_counts(make_byte_level):
     assert eos_token_ids(tokenizer, {}, {}, 512) == {257}
     assert eos_token_ids(tokenizer, {"eos_token_id": 3}, {"eos_token_id": 4}, 512) == {3, 4, 257}
     assert eos_token_ids(tokenizer, {"eos_token_id": [3, 4]}, {"eos_token_id": None}, 512) == {3, 4, 257}
-    assert eos_token_ids(make_byte_level(eos=()), {"eos_token_id": [3, 4]}, {}, 512) == {3, 4}
-    assert eos_token_ids(make_byte_level(eos=()), {}, {}, 512) == frozenset()
+    assert eos_token_ids(make_byte_level(eos=False), {"eos_token_id": [3, 4]}, {}, 512) == {3, 4}
+    assert eos_token_ids(make_byte_level(eos=False), {}, {}, 512) == frozenset()
     assert eos_token_ids(None, {"eos_token_id": [3, 9000]}, {}, 512) == {3}
 
 
