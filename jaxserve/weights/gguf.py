@@ -64,14 +64,14 @@ class _Architecture:
 class GGUFModel:
     """A GGUF file read as a checkpoint; `metadata` also describes its tokenizer.
 
-    `stored_dtype`: of the embedding, which is float32 when it is quantised.
+    `dtype`: of the embedding, which is float32 when it is quantised.
     """
 
     config: dict[str, Any]
     generation_config: dict[str, Any]
     tensors: dict[str, LazyTensor]
     metadata: dict[str, Any]
-    stored_dtype: str
+    dtype: str
 
 
 def open_gguf(path: Path) -> GGUFModel:
@@ -98,8 +98,7 @@ def open_gguf(path: Path) -> GGUFModel:
         for gguf_name, tensor in file.tensors.items() if gguf_name not in _ROPE_TENSORS
     }
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
-    stored_dtype = str(tensors["model.embed_tokens.weight"].dtype)
-    return GGUFModel(config, generation, tensors, file.metadata, stored_dtype)
+    return GGUFModel(config, generation, tensors, file.metadata, str(tensors["model.embed_tokens.weight"].dtype))
 
 
 def _hf_name(architecture: _Architecture, name: str) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +25,3 @@ class LazyTensor:
 
 
 TensorMap = Mapping[str, LazyTensor]
-
-
-def from_arrays(arrays: Mapping[str, ArrayLike]) -> dict[str, LazyTensor]:
-    """Arrays that are already in memory (numpy, or anything numpy can view), as a TensorMap."""
-
-    def lazy(array: np.ndarray) -> LazyTensor:
-        return LazyTensor(array.shape, array.dtype, lambda: array)
-
-    return {name: lazy(np.asarray(array)) for name, array in arrays.items()}

@@ -8,7 +8,7 @@ Nothing is initialised first; on CPU the buffer itself becomes the jax array.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from jaxserve.models.spec import DecoderSpec
 from jaxserve.weights.lazy import TensorMap
 
 Progress = Callable[[int, int], None]  # bytes of device memory filled so far, and in total
+Shardings = DecoderParams | jax.sharding.Sharding  # of each leaf, or of all
 
 _FLOATS = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
 _THREADS = 4  # numpy copies and dequantises without the GIL; each thread holds one tensor
@@ -35,14 +36,14 @@ def load_params(
     name_map: NameMap,
     tensors: TensorMap,
     dtype: Any,
-    shardings: DecoderParams | None = None,
+    shardings: Shardings | None = None,
     ignorable: Callable[[str, DecoderSpec], bool] = lambda name, spec: False,
     progress: Progress | None = None,
 ) -> DecoderParams:
     """The parameters of `spec` in `dtype`, filled from `tensors` as `name_map` says.
 
     Args:
-        shardings: a DecoderParams of `jax.sharding.Sharding`s, or None for jax's default device.
+        shardings: one for every leaf, or a DecoderParams of them; None: jax's default device.
         ignorable: whether a tensor that the name map does not know may be left out (buffers that some
             exporters write, a tied `lm_head`); any other unknown tensor is an error.
         progress: called after each tensor with (bytes filled, bytes in total).
@@ -57,9 +58,9 @@ def load_params(
     for path, leaf in leaves.items():
         placed = sum(_volume(p.index, leaf.shape) for _, p in sources.get(path, ()))
         assert placed == math.prod(leaf.shape), f"the name map fills {placed} elements of {path} {leaf.shape}"
-    by_path = leaf_paths(shardings) if shardings is not None else {}
-    report = _Reporter(progress, sum(_shard_bytes(leaf, by_path.get(path)) for path, leaf in leaves.items()))
-    arrays = [_build_leaf(leaf, sources[path], tensors, by_path.get(path), report) for path, leaf in leaves.items()]
+    by_path = sharding_of_leaves(leaves, shardings)
+    report = _Reporter(progress, sum(_shard_bytes(leaf, by_path[path]) for path, leaf in leaves.items()))
+    arrays = [_build_leaf(leaf, sources[path], tensors, by_path[path], report) for path, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(abstract_params(spec, dtype)), arrays)
 
 
@@ -92,6 +93,13 @@ def leaf_paths(params: DecoderParams) -> dict[str, Any]:
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
     }
+
+
+def sharding_of_leaves(leaves: Mapping[str, Any], shardings: Shardings | None) -> dict[str, Any]:
+    """Leaf path -> its sharding, None for the default device."""
+    if isinstance(shardings, DecoderParams):
+        return leaf_paths(shardings)
+    return dict.fromkeys(leaves, shardings)
 
 
 @dataclass(slots=True)
@@ -134,9 +142,9 @@ def _build_leaf(
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, pieces)
 
 
-def _windows(sharding: Any, shape: tuple[int, ...]) -> dict[tuple[_Range, ...], list[jax.Device]]:
+def _windows(sharding: Any, shape: tuple[int, ...]) -> dict[tuple[_Range, ...], list[Any]]:
     """Part of the leaf -> the local devices that hold it. Replicas share one host buffer."""
-    windows: dict[tuple[_Range, ...], list[jax.Device]] = {}
+    windows: dict[tuple[_Range, ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         window = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
         windows.setdefault(window, []).append(device)

@@ -20,7 +20,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models.params import DecoderParams, abstract_params
 from jaxserve.models.spec import DecoderSpec
 from jaxserve.tokenizer import Tokenizer
-from jaxserve.weights.load import leaf_paths
+from jaxserve.weights.load import Shardings, leaf_paths, sharding_of_leaves
 
 MANIFEST = "jaxserve.json"
 FORMAT_VERSION = 1
@@ -75,17 +75,13 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def read_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer that was saved with the checkpoint.
-
-    Raises:
-        CheckpointError: none was.
-    """
-    return Tokenizer.from_directory(directory / _TOKENIZER)
+def read_tokenizer(directory: Path) -> Tokenizer | None:
+    """The tokenizer that was saved with the checkpoint, if one was."""
+    return Tokenizer.from_directory(directory / _TOKENIZER) if (directory / _TOKENIZER).is_dir() else None
 
 
 def restore_params(
-    directory: Path, spec: DecoderSpec, dtype: Any, shardings: DecoderParams | None = None
+    directory: Path, spec: DecoderSpec, dtype: Any, shardings: Shardings | None = None
 ) -> DecoderParams:
     """The parameters in `dtype`, each leaf read straight into its sharding (None: jax's default device).
 
@@ -101,9 +97,8 @@ def restore_params(
     wanted = leaf_paths(expected)
     with ocp.StandardCheckpointer() as checkpointer:
         _check_leaves(directory, {name: tuple(m.shape) for name, m in _stored(checkpointer, path).items()}, wanted)
-        where = leaf_paths(shardings) if shardings is not None else {}
-        default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        target = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where.get(name, default))
+        where = sharding_of_leaves(wanted, shardings or jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
+        target = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where[name])
                   for name, leaf in wanted.items()}
         restored = checkpointer.restore(path, target)
     return jax.tree.unflatten(jax.tree.structure(expected), [restored[name] for name in wanted])

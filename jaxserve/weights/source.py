@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,8 @@ from jaxserve.tokenizer import TOKENIZER_FILES, Tokenizer
 from jaxserve.weights import demo
 from jaxserve.weights.gguf import open_gguf
 from jaxserve.weights.lazy import TensorMap
-from jaxserve.weights.load import Progress, load_params
-from jaxserve.weights.orbax import MANIFEST, read_manifest, read_tokenizer, restore_params
+from jaxserve.weights.load import Progress, Shardings, load_params
+from jaxserve.weights.orbax import MANIFEST, read_manifest, read_tokenizer, restore_params, save_checkpoint
 from jaxserve.weights.safetensors import open_safetensors
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
@@ -42,8 +42,10 @@ class ModelSource:
         description: one line for the user.
         config: as in config.json.
         generation_config: as in generation_config.json; empty when there is none.
-        stored_dtype: of the weights as stored ("float32", "bfloat16", ...); what `dtype="auto"` starts from.
-        tensors: the checkpoint's tensors; None for an Orbax checkpoint, which is restored as a whole.
+        dtype: of the weights as stored ("float32", "bfloat16", ...), None if not known; what the engine's
+            `dtype="auto"` starts from.
+        tensors: the checkpoint's tensors; None for an Orbax checkpoint, which is restored as a whole, and for
+            weights in memory.
     """
 
     description: str
@@ -51,33 +53,37 @@ class ModelSource:
     generation_config: dict[str, Any]
     spec: DecoderSpec
     name_map: NameMap
-    stored_dtype: str
+    dtype: str | None
     tensors: TensorMap | None
-    read_tokenizer: Callable[[], Tokenizer]
-    restore: Callable[[Any, DecoderParams | None], DecoderParams] | None = None
+    read_tokenizer: Callable[[], Tokenizer | None]
+    restore: Callable[[Any, Shardings | None], DecoderParams] | None = None
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """Read at first use.
+    def tokenizer(self) -> Tokenizer | None:
+        """Read at first use; None if the model comes without one.
 
         Raises:
-            CheckpointError: the model comes without a tokenizer.
+            CheckpointError: there is one, but it cannot be read.
         """
         return self.read_tokenizer()
 
     def load(
-        self, dtype: Any, shardings: DecoderParams | None = None, progress: Progress | None = None
+        self, dtype: Any, shardings: Shardings | None = None, progress: Progress | None = None
     ) -> DecoderParams:
         """The parameters in `dtype` on the devices; see `load_params`. An Orbax checkpoint reports progress once,
         at its end."""
         if self.tensors is not None:
             return load_params(self.spec, self.name_map, self.tensors, dtype, shardings, ignorable, progress)
-        assert self.restore is not None
+        assert self.restore is not None, "weights in memory are not loaded"
         params = self.restore(dtype, shardings)
         if progress is not None:
             num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
             progress(num_bytes, num_bytes)
         return params
+
+    def save(self, params: DecoderParams, directory: str | os.PathLike[str]) -> None:
+        """Writes these parameters with this model's config and tokenizer; see `save_checkpoint`."""
+        save_checkpoint(Path(directory), params, self.config, self.generation_config, self.tokenizer)
 
 
 def open_model(model: str | os.PathLike[str], max_model_len: int | None = None) -> ModelSource:
@@ -110,6 +116,30 @@ def open_model(model: str | os.PathLike[str], max_model_len: int | None = None) 
     return _from_directory(_download(name), max_model_len, f"hub model {name}")
 
 
+def memory_model(
+    config: Mapping[str, Any], max_model_len: int | None = None,
+    tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
+) -> ModelSource:
+    """A model whose weights are in memory already (see `params_from_arrays`).
+
+    Args:
+        config: as in config.json.
+        tokenizer: one, or the directory of one.
+    """
+    spec = resolve(config, max_model_len)
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return ModelSource(
+        description=f"{spec.name} in memory", config=dict(config), generation_config={}, spec=spec,
+        name_map=name_map(config, spec), tensors=None, dtype=None if dtype is None else str(dtype),
+        read_tokenizer=lambda: tokenizer if tokenizer is None or isinstance(tokenizer, Tokenizer)
+        else Tokenizer.from_directory(Path(tokenizer)))
+
+
+def _tokenizer_of(path: Path) -> Tokenizer | None:
+    has_one = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    return Tokenizer.from_directory(path) if has_one else None
+
+
 def _looks_like_path(name: str) -> bool:
     return not _HUB_ID.match(name) or name.endswith(_PATH_SUFFIXES)
 
@@ -125,9 +155,9 @@ def _from_directory(path: Path, max_model_len: int | None, description: str) -> 
     names = name_map(config, spec)
     stored = next((str(tensors[name].dtype) for name in names if name in tensors), "float32")
     return ModelSource(
-        description=description, config=config, spec=spec, name_map=names, tensors=tensors, stored_dtype=stored,
+        description=description, config=config, spec=spec, name_map=names, tensors=tensors, dtype=stored,
         generation_config=_read_json(generation_path) if generation_path.is_file() else {},
-        read_tokenizer=lambda: Tokenizer.from_directory(path))
+        read_tokenizer=lambda: _tokenizer_of(path))
 
 
 def _from_gguf(path: Path, max_model_len: int | None, description: str) -> ModelSource:
@@ -135,7 +165,7 @@ def _from_gguf(path: Path, max_model_len: int | None, description: str) -> Model
     spec = resolve(model.config, max_model_len)
     return ModelSource(
         description=description, config=model.config, generation_config=model.generation_config, spec=spec,
-        name_map=name_map(model.config, spec), tensors=model.tensors, stored_dtype=model.stored_dtype,
+        name_map=name_map(model.config, spec), tensors=model.tensors, dtype=model.dtype,
         read_tokenizer=lambda: Tokenizer.from_gguf(model.metadata))
 
 
@@ -145,7 +175,7 @@ def _from_orbax(path: Path, max_model_len: int | None) -> ModelSource:
     spec = resolve(config, max_model_len)
     return ModelSource(
         description=f"Orbax checkpoint {path}", config=config, generation_config=manifest["generation_config"],
-        spec=spec, name_map=name_map(config, spec), tensors=None, stored_dtype=manifest["dtype"],
+        spec=spec, name_map=name_map(config, spec), tensors=None, dtype=manifest["dtype"],
         read_tokenizer=lambda: read_tokenizer(path),
         restore=lambda dtype, shardings: restore_params(path, spec, dtype, shardings))
 
