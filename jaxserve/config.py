@@ -25,7 +25,8 @@ class EngineConfig:
         max_num_batched_tokens: token budget of one step. Default 512 on CPU, 2048 on accelerators.
         max_waiting_requests: bound of the waiting queue; more raise QueueFullError. Sequences of a
             blocking `generate` call are fed in as room appears, so lists of any length work.
-        page_size: tokens in one KV page (a power of two, 8 to 256).
+        page_size: tokens in one KV page (a power of two, 8 to 256). Default 64 on CPU, where the attention
+            loop works through whole pages, 16 on accelerators.
         num_pages: pages in the KV pool; default from memory (see `kv_cache_memory_fraction`).
         kv_cache_memory_bytes: size of the KV pool in bytes, instead of `num_pages`.
         kv_cache_memory_fraction: share of the free RAM that the pool may take on CPU, never more than
@@ -48,7 +49,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_waiting_requests: int = 1024
-    page_size: int = 16
+    page_size: int | None = None
     num_pages: int | None = None
     kv_cache_memory_bytes: int | None = None
     kv_cache_memory_fraction: float = 0.3
@@ -72,7 +73,7 @@ class EngineConfig:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting_requests",
                      "page_size", "num_pages", "kv_cache_memory_bytes", "decode_steps"):
             positive(name)
-        if not 8 <= self.page_size <= 256 or self.page_size & (self.page_size - 1):
+        if self.page_size is not None and (not 8 <= self.page_size <= 256 or self.page_size & (self.page_size - 1)):
             raise ConfigError(f"page_size must be a power of two from 8 to 256, got {self.page_size}")
         if self.num_pages is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError("give num_pages or kv_cache_memory_bytes, not both")
@@ -100,7 +101,7 @@ class EngineConfig:
 
 
 DEFAULT_MAX_MODEL_LEN = 8192
-CPU_POOL_LIMIT_BYTES = 4 << 30
+CPU_POOL_LIMIT_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, kw_only=True)

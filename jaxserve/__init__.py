@@ -1,0 +1,37 @@
+"""jaxserve: a functional inference engine for large language models in JAX."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineClosedError,
+    EngineError,
+    JaxserveError,
+    OutOfMemoryError,
+    QueueFullError,
+    RequestError,
+    UnsupportedModelError,
+)
+from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimings, StreamEvent
+from jaxserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.llm import LLM, generate
+
+__version__ = "0.1.0"
+
+__all__ = ["LLM", "CheckpointError", "CompletionOutput", "ConfigError", "EngineClosedError", "EngineConfig",
+           "EngineError", "JaxserveError", "Logprob", "OutOfMemoryError", "QueueFullError", "RequestError",
+           "RequestOutput", "RequestTimings", "SamplingParams", "StreamEvent", "UnsupportedModelError", "generate"]
+
+
+def __getattr__(name: str) -> Any:
+    # jax takes a second to import; `jaxserve --help` and type checkers need not wait for it.
+    if name in ("LLM", "generate"):
+        from jaxserve import llm
+        return getattr(llm, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,221 @@
+"""The loop: schedule, launch, and commit one step late.
+
+While the device computes step N+1, the host fetches step N, appends its ids, finds stop strings and
+sends text. So what a step was planned on may be out of date when it runs: a sequence that stopped in
+step N has one wasted row in step N+1, whose result `commit` ignores.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jaxserve.config import ResolvedConfig
+from jaxserve.engine.output_builder import LogprobRow, RequestState
+from jaxserve.engine.request import Sequence, StepPlan
+from jaxserve.engine.results import LogprobRows, StepResult
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.errors import EngineError, JaxserveError, QueueFullError, RequestError
+from jaxserve.outputs import StreamEvent
+
+logger = logging.getLogger(__name__)
+
+# After so many failed steps without a good one between, recomputing is no cure: everything is failed.
+_MAX_FAILED_STEPS = 2
+
+
+class StepRunner(Protocol):
+    """What the core needs of runtime.runner.Runner."""
+
+    config: ResolvedConfig
+
+    def launch(self, plan: StepPlan) -> Any: ...
+    def fetch(self, launched: Any) -> StepResult: ...
+    def reset_state(self) -> None: ...
+
+
+class Request:
+    """A user's request in the engine: its state, its sequences (one a completion) and its listener.
+
+    Args:
+        on_event: called in the engine's thread with each StreamEvent; must not block. The last event of
+            a request carries its output.
+        patient: wait for room in the queue instead of failing with QueueFullError.
+    """
+
+    __slots__ = ("state", "on_event", "patient", "sequences")
+
+    def __init__(self, state: RequestState, on_event: Callable[[StreamEvent], None], patient: bool):
+        self.state = state
+        self.on_event = on_event
+        self.patient = patient
+        self.sequences: list[Sequence] = []
+
+
+class EngineCore:
+    """Owns the scheduler and the steps in flight. One thread calls it."""
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner):
+        self.scheduler = scheduler
+        self._runner = runner
+        self._requests: dict[str, Request] = {}
+        self._backlog: deque[Request] = deque()  # patient requests that the queue has no room for
+        self._of_sequence: dict[int, tuple[Request, int]] = {}
+        self._seq_ids = itertools.count()
+        self._in_flight: Any = None
+        self._in_flight_plan: StepPlan | None = None
+        self._failed_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests) or self._in_flight is not None
+
+    # -- requests
+
+    def add(self, request: Request) -> None:
+        """Takes a request. What is wrong with it arrives as its error event."""
+        request_id = request.state.request_id
+        if request_id in self._requests:
+            self._emit(request, request.state.fail(RequestError(f"request id {request_id!r} is in use", "request_id")))
+            return
+        self._requests[request_id] = request
+        num_sequences, limit = len(request.state.processed.options), self.scheduler.config.max_waiting_requests
+        if num_sequences > limit:
+            self._fail(request, RequestError(f"n={num_sequences}, but the engine queues at most {limit} sequences "
+                                             f"(max_waiting_requests)", "n"))
+        elif not self._backlog and num_sequences <= self.scheduler.queue_room:
+            self._queue(request)
+        elif request.patient:
+            self._backlog.append(request)
+        else:
+            self._fail(request, QueueFullError(f"the waiting queue is full (max_waiting_requests={limit}); "
+                                               f"try again later"))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request in whatever state it is; unknown and ended ones are fine."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request in self._backlog:
+            self._backlog.remove(request)
+        events = request.state.abort()
+        self._drop_sequences(request)
+        self._forget(request)
+        self._emit(request, events)
+
+    def abort_all(self) -> None:
+        for request_id in list(self._requests):
+            self.abort(request_id)
+
+    def _queue(self, request: Request) -> None:
+        processed = request.state.processed
+        try:
+            for index, options in enumerate(processed.options):
+                seq_id = next(self._seq_ids)
+                seq = Sequence(seq_id=seq_id, prompt_len=len(processed.prompt_token_ids),
+                               token_ids=list(processed.prompt_token_ids), options=options, arrival=seq_id)
+                self.scheduler.add(seq)
+                request.sequences.append(seq)
+                self._of_sequence[seq_id] = (request, index)
+        except JaxserveError as error:
+            self._fail(request, error)
+
+    def _feed_backlog(self) -> None:
+        while self._backlog and len(self._backlog[0].state.processed.options) <= self.scheduler.queue_room:
+            self._queue(self._backlog.popleft())
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        events = request.state.fail(error)
+        self._drop_sequences(request)
+        self._forget(request)
+        self._emit(request, events)
+
+    def _drop_sequences(self, request: Request) -> None:
+        for seq in request.sequences:
+            self.scheduler.abort(seq.seq_id)
+            self._of_sequence.pop(seq.seq_id, None)
+
+    def _forget(self, request: Request) -> None:
+        self._requests.pop(request.state.request_id, None)
+
+    def _emit(self, request: Request, events: list[StreamEvent]) -> None:
+        for event in events:
+            try:
+                request.on_event(event)
+            except Exception:  # a listener's fault must not end the other requests
+                logger.exception("listener of request %s failed", request.state.request_id)
+
+    # -- steps
+
+    def step(self) -> None:
+        """Launches the next step, then takes in the one before it."""
+        self._feed_backlog()
+        try:
+            plan = self.scheduler.schedule()
+            launched = self._runner.launch(plan) if plan is not None else None
+        except Exception as error:
+            self._recover(error)
+            return
+        if plan is not None:
+            for seq in plan.admitted:
+                self._of_sequence[seq.seq_id][0].state.mark_scheduled(seq.num_cached_tokens)
+        before, before_plan = self._in_flight, self._in_flight_plan
+        self._in_flight, self._in_flight_plan = launched, plan
+        if before is not None:
+            try:
+                result = self._runner.fetch(before)
+            except Exception as error:
+                self._recover(error)
+                return
+            self._failed_steps = 0
+            self._take(before_plan, result)
+        if not self.has_work:
+            self.scheduler.check_idle()
+
+    def _take(self, plan: StepPlan, result: StepResult) -> None:
+        for seq_id in result.failed:
+            if seq_id in self._of_sequence:
+                self._fail(self._of_sequence[seq_id][0], EngineError(
+                    "the model's logits are not finite (NaN or infinite) for this request"))
+        for seq_id, (start, rows) in result.prompt_logprobs.items():
+            if seq_id in self._of_sequence:
+                self._of_sequence[seq_id][0].state.add_prompt_logprobs(start + 1, _logprob_rows(rows))
+        for seq, ids in self.scheduler.commit(plan, result.token_ids):
+            request, index = self._of_sequence[seq.seq_id]
+            rows = result.logprobs.get(seq.seq_id)
+            event = request.state.append(index, ids, None if rows is None else _logprob_rows(rows))
+            if event is None:
+                continue
+            if event.finish_reason is not None:
+                # Ended by EOS or length, which the scheduler knows, or by a stop string, which it does not.
+                self.scheduler.finish(seq, event.finish_reason, event.stop_reason)
+                del self._of_sequence[seq.seq_id]
+                if request.state.finished:
+                    self._forget(request)
+            self._emit(request, [event])
+
+    def _recover(self, error: Exception) -> None:
+        """A step failed, and with it went the donated state. Everything is computed again, once."""
+        self._in_flight = self._in_flight_plan = None
+        self._failed_steps += 1
+        if self._failed_steps < _MAX_FAILED_STEPS:
+            logger.exception("a step failed; rebuilding the KV pool and recomputing", exc_info=error)
+            self.scheduler.requeue_all()
+        else:
+            logger.error("%d steps failed in a row; failing all requests", self._failed_steps, exc_info=error)
+            self._failed_steps = 0
+            self.scheduler.fail_all()
+            for request in list(self._requests.values()):
+                failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                self._fail(request, failure)
+            self._backlog.clear()
+        self._runner.reset_state()
+
+
+def _logprob_rows(rows: LogprobRows) -> list[LogprobRow]:
+    return [LogprobRow(*row) for row in zip(rows.token_logprob.tolist(), rows.token_rank.tolist(),
+                                            rows.top_ids.tolist(), rows.top_logprobs.tolist(), strict=True)]
