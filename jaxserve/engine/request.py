@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,14 +59,24 @@ class Sequence:
     Attributes:
         seq_id: unique per submission, never reused; the user's request id lives outside the scheduler.
         token_ids: prompt, then the generated ids that have reached the host.
+        max_len: the sequence ends when it has this many tokens. `prompt_len + max_tokens`; the scheduler
+            lowers it to max_model_len.
         num_computed: tokens whose K/V rows are in pages or are being written by a launched step.
         num_sampled_in_flight: ids sampled on the device that have not reached the host yet. So
             `len(token_ids) + num_sampled_in_flight` tokens are known to the device.
         pages: page ids, in order.
+        page_hashes: prefix-cache keys of the first full pages, as far as they were needed. They depend on
+            the tokens alone and survive preemption.
+        num_published: how many of `pages` have been offered to the prefix cache in this life.
+        publishes: False from a reset of the prefix cache until the pages are given back: their K/V, and
+            what is computed from it, may be of older parameters.
         slot: row of the device's per-slot state while RUNNING, else -1.
         num_cached_tokens: prompt tokens served by the prefix cache at first admission.
         arrival: order of arrival; kept through preemption.
-        generation: counts preemptions, so a late result of an earlier life is recognised.
+        generation: counts how often launched work was declared void (the device's pool was lost), so that
+            a late result of it is recognised. Preemption does not count: ids sampled before it are as
+            good as those after it, being functions of (tokens so far, seed, position).
+        overtaken: how many sequences behind it in the queue were admitted before it.
     """
 
     seq_id: int
@@ -76,13 +87,20 @@ class Sequence:
     status: Status = Status.WAITING
     num_computed: int = 0
     num_sampled_in_flight: int = 0
+    max_len: int = field(init=False)
     pages: list[int] = field(default_factory=list)
-    page_hashes: list[bytes] = field(default_factory=list)  # of the full pages known so far
+    page_hashes: list[bytes] = field(default_factory=list)
+    num_published: int = 0
+    publishes: bool = True
     slot: int = -1
     num_cached_tokens: int = 0
     generation: int = 0
+    overtaken: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+
+    def __post_init__(self) -> None:
+        self.max_len = self.prompt_len + self.options.max_tokens
 
     @property
     def num_known(self) -> int:
@@ -94,14 +112,8 @@ class Sequence:
         """Generated tokens, those in flight included."""
         return self.num_known - self.prompt_len
 
-    @property
-    def max_len(self) -> int:
-        """The sequence ends when it has this many tokens."""
-        return self.prompt_len + self.options.max_tokens
 
-
-@dataclass(frozen=True, slots=True)
-class ScheduledRow:
+class ScheduledRow(NamedTuple):  # a third of the cost of a frozen dataclass, and there are hundreds a step
     """One sequence's work in one step: tokens `start .. start + num_tokens - 1`.
 
     `samples`: the row's last token is the last one known, so its logits give the next token. A decode
@@ -123,7 +135,8 @@ class StepPlan:
     `decode_steps`: sampled tokens per decode row in this launch; a row's own number is its num_tokens.
     `admitted`: sequences that got a slot in this plan; their slot state must be uploaded before launch.
     `block_tables`: i32[num_slots + 1, max_pages_per_seq], the live table by slot, owned by the scheduler.
-        The runner copies the rows it needs at pack time.
+        The runner copies the rows it needs at pack time, before the next `schedule`. Entries beyond a
+        sequence's pages, and the last row, are the dummy page 0; rows of slots in no plan are stale.
     """
 
     step_id: int
