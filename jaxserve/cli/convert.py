@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 import click
 
-from jaxserve.cli.options import SectionedCommand, given, options_of
-from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 
 
-@click.command(cls=SectionedCommand, short_help="Convert a checkpoint to an Orbax checkpoint.")
+@click.command(short_help="Convert a checkpoint to an Orbax checkpoint.")
 @click.argument("model")
-@click.argument("outdir", type=click.Path(path_type=Path))
-@options_of(EngineConfig, without={f.name for f in dataclasses.fields(EngineConfig)} - {"dtype"})
-def convert(model: str, outdir: Path, **options: Any) -> None:
+@click.argument("outdir", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+              help="Precision of the weights in OUTDIR. Default: as they are stored in MODEL.")
+def convert(model: str, outdir: Path, dtype: str | None) -> None:
     """Write MODEL, with its configuration and tokenizer, to OUTDIR as an Orbax checkpoint.
 
-    OUTDIR can then be given as a MODEL. --dtype is the precision in which the weights are stored.
+    OUTDIR can then be given as a MODEL.
     """
+    # Said before minutes of loading, not after.
     if outdir.exists() and any(outdir.iterdir()):
         raise ConfigError(f"{outdir} is not empty; give a directory that is new or empty")
-    from jaxserve import LLM
-    with LLM(model, **given(EngineConfig, options)) as llm:
-        llm.save_checkpoint(outdir)
-    click.echo(f"wrote {outdir}", err=True)
+    from jaxserve.weights.source import open_model
+    source = open_model(model)
+    source.save(source.load(dtype or source.dtype), outdir)
+    click.echo(f"wrote {source.description} to {outdir}", err=True)

@@ -57,8 +57,7 @@ def _model(model: str, config: EngineConfig) -> dict[str, Facts]:
 
     source, device = open_model(model, config.max_model_len), jax.devices()[0]
     params = abstract_params(source.spec, resolve_dtype(config.dtype, source.dtype, device))
-    valid_vocab = source.spec.vocab_size if source.tokenizer is None else source.tokenizer.vocab_size
-    runner = Runner(source.spec, params, config, valid_vocab, device)
+    runner = Runner(source.spec, params, config, source.spec.vocab_size, device)
     leaves = jax.tree.leaves(params)
     weights = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     count = sum(math.prod(leaf.shape) for leaf in leaves)
