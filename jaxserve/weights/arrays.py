@@ -44,12 +44,12 @@ def params_from_arrays(
         return _checked(params, spec, dtype, shardings)
     if nnx_names is not None:
         tensors = _from_nnx(params, nnx_names)
-    elif isinstance(params, Mapping) and all(isinstance(name, str) and hasattr(a, "shape") for name, a in params.items()):
+    elif isinstance(params, Mapping) and all(hasattr(array, "shape") for array in params.values()):
         tensors = {name: _lazy(array) for name, array in params.items()}
     else:
         raise ConfigError(
-            f"params is a {type(params).__name__}; it must be a DecoderParams, a mapping from Hugging Face tensor names "
-            "to arrays, or an nnx module or state together with name_map=")
+            f"params is a {type(params).__name__}; it must be a DecoderParams, a mapping from Hugging Face tensor "
+            "names to arrays, or an nnx module or state together with name_map=")
     return load_params(spec, name_map, tensors, dtype, shardings, ignorable)
 
 

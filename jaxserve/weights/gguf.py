@@ -211,6 +211,8 @@ def _config(architecture: _Architecture, values: _Values, file: GGUFFile) -> dic
     scaling = _rope_scaling(values, tensors, config)
     if scaling is not None:
         config["rope_scaling"] = scaling
+        if "original_max_position_embeddings" in scaling:  # Phi-3 configs have it at the top
+            config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
     config |= _token_ids(file.metadata)
     return config | architecture.config(values, tensors, config)
 
