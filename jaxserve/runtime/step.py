@@ -48,7 +48,6 @@ class StepSpec:
     """What is static for every bucket of an engine.
 
     `valid_vocab`: ids below it may be sampled; the embedding may have more rows than the tokenizer ids.
-    `unroll`: see `decode_tokens`.
     """
 
     model: DecoderSpec
@@ -56,7 +55,6 @@ class StepSpec:
     backend: kernels.Backend
     valid_vocab: int
     max_logprobs: int
-    unroll: bool = False
 
 
 def step(spec: StepSpec, bucket: Bucket, params: DecoderParams, state: DeviceState,
@@ -114,7 +112,7 @@ def _forward(spec: StepSpec, bucket: Bucket, params: DecoderParams, state: Devic
         return kernels.paged_attention(q, k, v, pool, plan, layer=layer, window=window, spec=attention,
                                        backend=spec.backend)
 
-    hidden, pool = decode_tokens(spec.model, params, token_ids, positions, state.pool, attend, unroll=spec.unroll)
+    hidden, pool = decode_tokens(spec.model, params, token_ids, positions, state.pool, attend)
 
     last = jnp.clip(ragged.query_starts + count - 1, 0, bucket.num_tokens - 1)
     next_position = jnp.where(samples, start + count, 0)
