@@ -36,7 +36,6 @@ class FakeLLM:
         self.config = types.SimpleNamespace(vocab_size=self.vocab_size, max_model_len=1024)
         self.calls: list[tuple] = []
         self.closed = False
-        self.saved_to = None
         self.aborted = 0
         type(self).instances.append(self)
 
@@ -94,10 +93,8 @@ class FakeLLM:
 
     def metrics(self):
         calls = len(self.calls)
-        return {"steps": 10 * calls, "token_rows": 300 * calls, "token_rows_padded": 400 * calls, "executables": 3}
-
-    def save_checkpoint(self, directory):
-        self.saved_to = directory
+        return {"steps": 10 * calls, "token_rows": 300 * calls, "token_rows_padded": 400 * calls, "executables": 3,
+                "compile_seconds": {}}
 
 
 @pytest.fixture

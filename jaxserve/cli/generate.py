@@ -52,17 +52,19 @@ def generate(model: str, prompts: tuple[str, ...], messages: tuple[str, ...], sy
 
     from jaxserve import LLM
     with LLM(model, **given(EngineConfig, options)) as llm:
+        compiled_before = sum(llm.metrics()["compile_seconds"].values())
         start = time.perf_counter()
         show_bar = sys.stderr.isatty()
         outputs = llm.generate(requests, params, use_tqdm=show_bar) if requests else []
         answers = llm.chat(chats, params, use_tqdm=show_bar) if chats else []
         seconds = time.perf_counter() - start
+        compiling = sum(llm.metrics()["compile_seconds"].values()) - compiled_before
 
     for output in outputs:
         _show(output, as_json, output.prompt or "")
     for message, output in zip(messages, answers):
         _show(output, as_json, f"> {message}\n")
-    click.echo(_summary([*outputs, *answers], seconds), err=True)
+    click.echo(_summary([*outputs, *answers], seconds, compiling), err=True)
     if any(output.error for output in [*outputs, *answers]):
         sys.exit(1)
 
@@ -94,11 +96,14 @@ def _show(output: RequestOutput, as_json: bool, lead: str) -> None:
         click.echo(f"{click.style(lead, dim=True)}{completion.text}\n")
 
 
-def _summary(outputs: list[RequestOutput], seconds: float) -> str:
+def _summary(outputs: list[RequestOutput], seconds: float, compiling: float) -> str:
+    """`compiling`: seconds of it that went into shapes met for the first time; the rate is without them."""
     generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
-    return (f"{len(outputs)} requests, {generated} tokens in {seconds:.2f} s ({generated / seconds:.1f} tok/s); "
+    first_time = f", of which {compiling:.2f} s compiling" if compiling else ""
+    return (f"{len(outputs)} requests, {generated} tokens in {seconds:.2f} s{first_time}: "
+            f"{generated / max(seconds - compiling, 1e-9):.1f} tok/s; "
             f"{cached} of {prompt} prompt tokens from the prefix cache")
 
 

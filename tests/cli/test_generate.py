@@ -5,7 +5,9 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from jaxserve.cli.generate import _summary
 from jaxserve.cli.main import main
+from jaxserve.outputs import CompletionOutput, RequestOutput
 
 
 def run(*args: str, stdin: str | None = None):
@@ -25,7 +27,7 @@ def test_prompts_and_messages_are_answered_in_order(fake_llm):
 
 def test_the_summary_counts_tokens_and_cache_hits(fake_llm):
     result = run("-p", "one", "-p", "two", "--max-tokens", "3", "--n", "2")
-    assert "2 requests, 12 tokens" in result.stderr
+    assert "2 requests, 12 tokens in " in result.stderr
     assert "16 of 20 prompt tokens from the prefix cache" in result.stderr
 
 
@@ -87,3 +89,10 @@ def test_a_user_error_is_one_line_and_exit_code_2(fake_llm, command):
     result = CliRunner().invoke(main, [command, "m", "--page-size", "12"], input="hello")
     assert result.exit_code == 2
     assert result.stderr.splitlines() == ["Error: page_size must be a power of two from 8 to 256, got 12"]
+
+
+def test_the_rate_leaves_out_the_time_spent_on_compiling():
+    output = RequestOutput("0", "x", [1] * 5, [CompletionOutput(0, "", [1] * 60, "length")])
+    assert _summary([output], seconds=5.0, compiling=2.0) == (
+        "1 requests, 60 tokens in 5.00 s, of which 2.00 s compiling: 20.0 tok/s; "
+        "0 of 5 prompt tokens from the prefix cache")
