@@ -35,12 +35,18 @@ def take(x: jax.Array, index: jax.Array, axis: int = -1) -> jax.Array:
 
 
 def argmax(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Largest value `[S]` and its id i32[S]; the lowest id among equals. A NaN counts as the largest."""
+    """Largest value `[S]` and its id i32[S]; the lowest id among equals. Of rows with a NaN both mean nothing."""
     best_block = jnp.argmax(blocks.max(axis=-1), axis=-1).astype(jnp.int32)
     block = take_block(blocks, best_block)
     lane = jnp.argmax(block, axis=-1).astype(jnp.int32)
     value = take(block, lane[:, None])[:, 0]
     return value, best_block * BLOCK + lane
+
+
+def has_nan(blocks: jax.Array) -> jax.Array:
+    """bool[S]. By a sum of squares, where infinities of either sign give inf: XLA:CPU's vectorised maximum drops
+    NaNs, and a comparison would not be fused into its reduction."""
+    return jnp.isnan((blocks * blocks).sum(axis=(1, 2)))
 
 
 def top_k(blocks: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

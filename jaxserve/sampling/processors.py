@@ -7,8 +7,8 @@
 5. repetition penalty, then presence and frequency penalties;
 6. temperature, top_k, top_p, min_p and the draw (sampler.py). A greedy row takes the argmax after step 5.
 
-A mask *adds* -inf instead of setting it, so that a NaN or +inf logit, which would mean a broken model, still
-shows in the row's maximum. Each step runs under a `lax.cond` and only if an active row asks for it.
+A mask *adds* -inf instead of setting it, so that a NaN or +inf logit, which would mean a broken model, is still
+found afterwards: it leaves a NaN. Each step runs under a `lax.cond` and only if an active row asks for it.
 """
 
 from __future__ import annotations

@@ -69,9 +69,13 @@ def sample(
     sampled = active & (options[Float.TEMPERATURE] > 0)
     wants_logprobs = active & (options[Int.LOGPROBS] >= 0)
 
+    def best(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        top, ids = blocks.argmax(x)
+        return top, ids, jnp.isfinite(top) & ~blocks.has_nan(x)
+
     def choose_greedy() -> tuple[jax.Array, jax.Array]:
-        top, ids = blocks.argmax(blocks.to_blocks(mask_padding(logits, valid_vocab)))
-        return ids, jnp.isfinite(top)
+        _, ids, fine = best(blocks.to_blocks(mask_padding(logits, valid_vocab)))
+        return ids, fine
 
     def choose() -> tuple[jax.Array, jax.Array]:
         x = lax.cond(
@@ -79,8 +83,7 @@ def sample(
             lambda: process(mask_padding(logits, valid_vocab), slot_ids, positions, active, slots, options),
             lambda: mask_padding(logits, valid_vocab))
         x = blocks.to_blocks(x)
-        top, greedy_ids = blocks.argmax(x)
-        fine = jnp.isfinite(top)
+        top, greedy_ids, fine = best(x)
         ids = lax.cond(
             jnp.any(sampled),
             lambda: _draw_tokens(x, top, greedy_ids, sampled & fine, positions, options, valid_vocab),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from jaxserve.engine.request import SequenceOptions
 from jaxserve.errors import RequestError
 from jaxserve.sampling_params import (
     GREEDY_TEMPERATURE,
@@ -25,9 +25,6 @@ from jaxserve.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
 )
-
-if TYPE_CHECKING:
-    from jaxserve.engine.request import SequenceOptions
 
 MAX_END_IDS = MAX_STOP_TOKEN_IDS + 16  # stop_token_ids and the model's EOS ids
 
@@ -109,9 +106,10 @@ def abstract_slots(num_slots: int, max_len: int, vocab_size: int) -> SlotState:
 
 
 def init_slots(num_slots: int, max_len: int, vocab_size: int) -> SlotState:
-    """Zeros. A row means nothing until a sequence is admitted; padding rows of a batch are not active."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-                        abstract_slots(num_slots, max_len, vocab_size))
+    """Slots without a sequence: zeros, that want no logprobs. So does the dummy slot for ever."""
+    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
+                         abstract_slots(num_slots, max_len, vocab_size))
+    return state.replace(ints=state.ints.at[:, [Int.LOGPROBS, Int.PROMPT_LOGPROBS]].set(-1))
 
 
 def _int_sizes(max_len: int, vocab_size: int) -> dict[str, int]:
