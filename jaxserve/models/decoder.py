@@ -17,7 +17,7 @@ from jaxserve.layers.linear import dot
 from jaxserve.layers.mlp import gated_mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import apply_rope, cos_sin
-from jaxserve.models.params import DecoderParams, LayerParams
+from jaxserve.models.params import DecoderParams, LayerParams, bits_as_bfloat16
 from jaxserve.models.spec import DecoderSpec
 
 KV = TypeVar("KV")
@@ -32,55 +32,41 @@ NO_WINDOW = 1 << 30
 
 
 def decode_tokens(spec: DecoderSpec, params: DecoderParams, token_ids: jax.Array, positions: jax.Array, kv: KV,
-                  attend: Attend[KV], *, unroll: bool = False) -> tuple[jax.Array, KV]:
+                  attend: Attend[KV]) -> tuple[jax.Array, KV]:
     """Runs T tokens, of any number of sequences, through all layers.
 
     Pure. What the tokens see of each other and of the past is `attend`'s business.
 
     Args:
+        params: as they are, or through `bfloat16_as_bits`.
         token_ids: int32 `[T]`.
         positions: int32 `[T]`, each token's position in its own sequence.
         kv: any pytree; it is carried through the layers, so a donated one is updated in place.
-        unroll: a Python loop over layers instead of `lax.scan`. XLA's CPU backend of jax 0.10 converts a whole
-            stack of bfloat16 weights to float32 when it is sliced inside a scan, not when sliced statically.
 
     Returns:
         The hidden states after the final norm, float32 `[T, E]`, and the new kv.
     """
     cos, sin = cos_sin(spec.rope.inv_freq, spec.rope.attention_factor, positions)
-    windows = _windows(spec)
 
-    def layer_step(x: jax.Array, kv: KV, layer: LayerParams, index: jax.Array, window, uses_rope):
-        if uses_rope is True:
-            rotation = (cos, sin)
-        elif uses_rope is False:
-            rotation = None
-        else:  # traced: the rotation by angle zero leaves q and k as they are
-            rotation = (jnp.where(uses_rope, cos, 1.0), jnp.where(uses_rope, sin, 0.0))
-        return _layer(spec, layer, x, kv, attend, index, window, rotation)
+    def body(carry, inputs):
+        x, kv = carry
+        layer, index, window, uses_rope = inputs
+        layer = bits_as_bfloat16(layer)
+        window = shared_window if window is None else window
+        rotation = cos, sin
+        if uses_rope is not None:  # rotation by the angle zero leaves q and k as they are
+            rotation = jnp.where(uses_rope, cos, 1.0), jnp.where(uses_rope, sin, 0.0)
+        return _layer(spec, layer, x, kv, attend, index, window, rotation), None
 
+    # What all layers share is a constant of the loop's body; only what differs is an input of it.
+    windows = [NO_WINDOW if window is None else window for window in spec.layer_windows]
+    no_windows, same_window = set(spec.layer_windows) == {None}, len(set(windows)) == 1
+    shared_window = None if no_windows else jnp.int32(windows[0])
+    inputs = (params.layers, jnp.arange(spec.num_layers, dtype=jnp.int32),
+              None if same_window else jnp.asarray(windows, jnp.int32),
+              None if all(spec.layer_uses_rope) else jnp.asarray(spec.layer_uses_rope))
     x = embed(params.embed, token_ids, spec.embed_scale)
-    if unroll:
-        for i in range(spec.num_layers):
-            layer = jax.tree.map(lambda leaf, i=i: leaf[i], params.layers)
-            window = None if windows is None else jnp.int32(windows[i])
-            x, kv = layer_step(x, kv, layer, jnp.int32(i), window, spec.layer_uses_rope[i])
-    else:
-        # What all layers share stays a constant of the loop's body; only what differs is an input of it.
-        same_window = windows is None or len(set(windows)) == 1
-        same_rope = len(set(spec.layer_uses_rope)) == 1
-        shared_window = None if windows is None else jnp.int32(windows[0])
-        per_layer = (params.layers, jnp.arange(spec.num_layers, dtype=jnp.int32),
-                     None if same_window else jnp.asarray(windows, jnp.int32),
-                     None if same_rope else jnp.asarray(spec.layer_uses_rope))
-
-        def body(carry, inputs):
-            layer, index, window, uses_rope = inputs
-            window = shared_window if same_window else window
-            uses_rope = spec.layer_uses_rope[0] if same_rope else uses_rope
-            return layer_step(*carry, layer, index, window, uses_rope), None
-
-        (x, kv), _ = lax.scan(body, (x, kv), per_layer)
+    (x, kv), _ = lax.scan(body, (x, kv), inputs)
     return rms_norm(x, params.final_norm, spec.norm_eps, spec.norm_plus_one), kv
 
 
@@ -90,14 +76,8 @@ def logits(spec: DecoderSpec, params: DecoderParams, hidden: jax.Array) -> jax.A
     return unembed(table, hidden, spec.final_softcap)
 
 
-def _windows(spec: DecoderSpec) -> tuple[int, ...] | None:
-    if all(window is None for window in spec.layer_windows):
-        return None
-    return tuple(NO_WINDOW if window is None else window for window in spec.layer_windows)
-
-
 def _layer(spec: DecoderSpec, layer: LayerParams, x: jax.Array, kv: KV, attend: Attend[KV], index: jax.Array,
-           window: jax.Array | None, rotation: tuple[jax.Array, jax.Array] | None) -> tuple[jax.Array, KV]:
+           window: jax.Array | None, rotation: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, KV]:
     def norm(y: jax.Array, weight: jax.Array) -> jax.Array:
         return rms_norm(y, weight, spec.norm_eps, spec.norm_plus_one)
 
@@ -114,7 +94,7 @@ def _layer(spec: DecoderSpec, layer: LayerParams, x: jax.Array, kv: KV, attend: 
     return x, kv
 
 
-def _qkv(spec: DecoderSpec, layer: LayerParams, x: jax.Array, rotation: tuple[jax.Array, jax.Array] | None):
+def _qkv(spec: DecoderSpec, layer: LayerParams, x: jax.Array, rotation: tuple[jax.Array, jax.Array]):
     """x `[T, E]` -> q `[T, H, D]`, k and v `[T, K, D]` in the parameters' dtype. Query head h reads kv head h // G."""
     qkv = dot(x, layer.wqkv)  # [T, K, G+2, D]
     if layer.bqkv is not None:
@@ -125,7 +105,6 @@ def _qkv(spec: DecoderSpec, layer: LayerParams, x: jax.Array, rotation: tuple[ja
     if spec.qk_norm:
         q = rms_norm(q, layer.q_norm, spec.norm_eps, spec.norm_plus_one)
         k = rms_norm(k, layer.k_norm, spec.norm_eps, spec.norm_plus_one)
-    if rotation is not None:
-        q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
+    q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
     dtype = layer.wqkv.dtype
     return q.astype(dtype), k.astype(dtype), v.astype(dtype)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxserve.models import registry
+from jaxserve.models.params import DecoderParams, abstract_params
+from jaxserve.models.spec import DecoderSpec
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int, norm_plus_one: bool = False) -> np.ndarray:
@@ -26,3 +30,14 @@ def random_checkpoint(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.
     spec = registry.resolve(config, None)
     return {name: random_tensor(name, placements[0].shape, seed, spec.norm_plus_one)
             for name, placements in registry.name_map(config, spec).items()}
+
+
+def random_params(config: Mapping[str, Any], spec: DecoderSpec, dtype: Any = np.float32,
+                  seed: int = 0) -> DecoderParams:
+    """`random_checkpoint` put where the name map says, as numpy arrays: what a loader must make of it."""
+    tensors = random_checkpoint(config, seed)
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_params(spec, dtype))
+    for name, placements in registry.name_map(config, spec).items():
+        for placement in placements:
+            attrgetter(placement.leaf)(params)[placement.index] = placement.to_leaf(tensors[name])
+    return params

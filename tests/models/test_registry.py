@@ -138,7 +138,7 @@ def test_only_repeated_or_derived_tensors_may_be_ignored():
 
 
 def test_models_import_neither_torch_nor_transformers():
-    code = ("import sys, jaxserve.models.decoder, jaxserve.models.registry, jaxserve.models.assemble\n"
+    code = ("import sys, jaxserve.models.decoder, jaxserve.models.registry\n"
             "print(sorted({'torch', 'transformers'} & set(sys.modules)))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                           cwd=Path(__file__).parents[2])
