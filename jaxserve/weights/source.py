@@ -101,6 +101,8 @@ def open_model(model: str | os.PathLike[str], max_model_len: int | None = None) 
     """
     name = os.fspath(model)
     path = Path(name).expanduser()
+    if not name:
+        raise CheckpointError(f"the model's name is empty; give {_KINDS}")
     if name == "demo":
         return _from_gguf(demo.demo_model_path(), max_model_len, f"demo: {demo.DESCRIPTION}")
     if path.is_dir():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Backend
 
 from jaxserve.tokenizer import Tokenizer
 
@@ -28,6 +29,6 @@ def byte_level_backend(bos: bool = False, corpus: tuple[str, ...] = ()) -> Backe
     return backend
 
 
-def byte_level(bos: bool = False, templates: Mapping[str, str] | None = None, corpus: tuple[str, ...] = ()) -> Tokenizer:
-    return Tokenizer(byte_level_backend(bos, corpus), special_tokens=SPECIAL,
+def byte_level(bos: bool = False, templates: Mapping[str, str] | None = None) -> Tokenizer:
+    return Tokenizer(byte_level_backend(bos), special_tokens=SPECIAL,
                      chat_templates={"default": TEMPLATE} if templates is None else templates)

@@ -60,9 +60,9 @@ def test_every_family_loads_to_what_the_name_map_says(family, dtype):
 
 def test_each_tensor_is_read_once_and_only_if_needed():
     reads: list[str] = []
-    tensors = {
-        name: LazyTensor(t.shape, t.dtype, lambda name=name, t=t: reads.append(name) or t)
-        for name, t in (random_checkpoint(LLAMA) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8)}).items()}
+    arrays = random_checkpoint(LLAMA) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8)}
+    tensors = {name: LazyTensor(t.shape, t.dtype, lambda name=name, t=t: reads.append(name) or t)
+               for name, t in arrays.items()}
     spec = resolve(LLAMA, None)
     names = name_map(LLAMA, spec)
     load_params(spec, names, tensors, "float32", ignorable=ignorable)
@@ -162,7 +162,7 @@ def test_shards_on_four_devices_equal_the_whole():
             whole = load_module.load_params(*args)
             biggest_leaf, largest = max(leaf.size for leaf in jax.tree.leaves(whole)), 0
             seen = []
-            sharded = load_module.load_params(*args, shardings, ignorable, lambda done, total: seen.append((done, total)))
+            sharded = load_module.load_params(*args, shardings, ignorable, lambda *progress: seen.append(progress))
             assert largest <= biggest_leaf // 2, (largest, biggest_leaf)
             assert seen[-1][0] == seen[-1][1], seen[-1]
             for a, b, want in zip(*map(jax.tree.leaves, (whole, sharded, shardings))):
