@@ -9,6 +9,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import types  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
@@ -107,3 +108,13 @@ def fake_llm(monkeypatch) -> type[FakeLLM]:
 
     monkeypatch.setitem(vars(jaxserve), "LLM", Fake)  # no setattr: it would import the real one first
     return Fake
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A Hugging Face directory with a very small random model and a tokenizer of bytes."""
+    from tests.tiny_model import write_tiny_model
+
+    directory = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(directory)
+    return directory

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -21,9 +20,7 @@ CHAT_TEMPLATE = ("{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}{
                  "{% if add_generation_prompt %}<s>assistant: {% endif %}")
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
+def write_tiny_model(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(CONFIG))
     save_file(random_checkpoint(CONFIG), directory / "model.safetensors")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -34,4 +31,3 @@ def tiny_model(tmp_path_factory) -> Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(
         {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}))
-    return directory
