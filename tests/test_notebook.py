@@ -21,7 +21,7 @@ def printed(cell) -> str:
 @pytest.fixture(scope="module")
 def executed():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
     return notebook
 
 
