@@ -381,22 +381,25 @@ def generate(model: str | PathLike[str], prompts: Prompt | Sequence[Prompt], *,
         options: engine options (EngineConfig) and sampling options (SamplingParams) by name. `seed` is the
             request's.
     """
-    engine_names = {name for name in EngineConfig.__dataclass_fields__ if name not in
-                    SamplingParams.__dataclass_fields__}
+    engine_names = set(EngineConfig.__dataclass_fields__) - set(SamplingParams.__dataclass_fields__)
     engine_options = {name: options.pop(name) for name in list(options) if name in engine_names}
-    params = sampling_params if sampling_params is not None and not options else (
-        _check_no_both(sampling_params, options) or SamplingParams(**_known_sampling(options, engine_names)))
+    unknown = sorted(set(options) - set(SamplingParams.__dataclass_fields__))
+    if unknown:
+        raise ConfigError(f"unknown option(s) {', '.join(unknown)}; engine options: {', '.join(sorted(engine_names))}; "
+                          f"sampling options: {', '.join(sorted(SamplingParams.__dataclass_fields__))}")
+    EngineConfig.from_options(engine_options)
+    if sampling_params is None or options:
+        sampling_params = _one_params(sampling_params, options)
     with _kept_lock:
         key = (str(model), tuple(sorted(engine_options.items())))
         global _kept
         if _kept is None or _kept[0] != key or _kept[1].closed:
-            EngineConfig.from_options(engine_options)
             if _kept is not None:
                 _kept[1].close()
                 _kept = None
             _kept = (key, LLM(model, **engine_options))
         llm = _kept[1]
-    return llm.generate(prompts, params, use_tqdm=use_tqdm)
+    return llm.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
 
 _kept: tuple[Any, LLM] | None = None
@@ -422,21 +425,13 @@ def _is_single_prompt(prompts: Any) -> bool:
     return bool(prompts) and all(isinstance(item, int) and not isinstance(item, bool) for item in prompts)
 
 
-def _known_sampling(options: dict[str, Any], engine_names: set[str]) -> dict[str, Any]:
-    unknown = sorted(set(options) - set(SamplingParams.__dataclass_fields__))
-    if unknown:
-        raise ConfigError(f"unknown option(s) {', '.join(unknown)}; engine options: {', '.join(sorted(engine_names))}; "
-                          f"sampling options: {', '.join(sorted(SamplingParams.__dataclass_fields__))}")
-    return options
-
-
 def _check_no_both(params: Any, sampling: dict[str, Any]) -> None:
     if params is not None and sampling:
         raise RequestError(f"give sampling_params or single sampling options ({', '.join(sorted(sampling))}), not both",
                            "sampling_params")
 
 
-def _one_params(params: SamplingParams | None, sampling: dict[str, Any]) -> SamplingParams:
+def _one_params(params: Any, sampling: dict[str, Any]) -> SamplingParams:
     _check_no_both(params, sampling)
     if params is not None:
         return params

@@ -266,14 +266,18 @@ class Scheduler:
         to compute. Sequences whose last id is in flight are left out."""
         decodes: list[Sequence] = []
         prefilling: list[Sequence] = []
-        for seq in self._running:  # preemption shortens it from the end, which ends the loop earlier
-            if seq.num_known >= seq.max_len:
+        for seq in self._running.copy():
+            if seq.status is not Status.RUNNING or self._is_drained(seq):
                 continue
             if not self._is_decode(seq):
                 prefilling.append(seq)
             elif self._make_room(seq, 1, decodes):
                 decodes.append(seq)
         return decodes, prefilling
+
+    def _is_drained(self, seq: Sequence) -> bool:
+        """Whether nothing is left to compute: the ids in flight complete the sequence."""
+        return seq.num_known >= seq.max_len
 
     def _is_decode(self, seq: Sequence) -> bool:
         """Whether the sequence's next row is a single decode row."""
@@ -293,8 +297,8 @@ class Scheduler:
         return chunk + -chunk % self.config.query_block
 
     def _make_room(self, seq: Sequence, num_tokens: int, decodes: list[Sequence]) -> bool:
-        """Gets the pages for the next tokens of a running sequence, preempting the least important ones
-        until they are there. False if that came down to the sequence itself.
+        """Gets the pages for the next tokens of a running sequence, preempting others until they are
+        there. False if that came down to the sequence itself.
 
         `decodes`: rows of this step so far, in order of importance; a victim's is taken out.
         """
@@ -302,16 +306,24 @@ class Scheduler:
         if needed <= 0:
             return True
         while needed > self.pool.num_free:
-            victim = self._running.pop()
-            assert self._running, "a sequence that passed `add` fits when it is alone"
+            victim = self._take_victim()
             if decodes and decodes[-1] is victim:
                 decodes.pop()
             self._to_queue(victim)
-            self.num_preemptions += 1
             if victim is seq:
+                assert self._running, "a sequence that passed `add` fits when it is alone"
                 return False
         self._grow(seq, needed)
         return True
+
+    def _take_victim(self) -> Sequence:
+        """Takes out of the running list the sequence that gives up its pages: a drained one, which has no
+        more use for them and only waits in the queue to be finished, else the least important."""
+        for index, seq in enumerate(self._running):
+            if self._is_drained(seq):
+                return self._running.pop(index)
+        self.num_preemptions += 1
+        return self._running.pop()
 
     def _grow(self, seq: Sequence, num_pages: int) -> None:
         pages = self.pool.allocate(num_pages)
@@ -363,10 +375,11 @@ class Scheduler:
         for seq in self._waiting.window():
             if not self._free_slots or budget < self.config.query_block:
                 return
+            if seq.num_sampled_in_flight:  # of an earlier life; the device gets all ids anew, so not yet
+                continue
             hit = self._lookup(seq)
             needed = self._missing_pages(seq) - len(hit) + self.pool.num_unused(hit)
-            # Ids in flight are of an earlier life; the device gets the token ids anew, so they must be here.
-            if seq.num_sampled_in_flight or needed > free:
+            if needed > free:
                 passed.append(seq)
                 continue
             if any(other.overtaken >= MAX_OVERTAKES for other in passed):

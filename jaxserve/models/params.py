@@ -8,6 +8,9 @@ three, and tensor parallelism shards the kv-head axis.
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -50,7 +53,7 @@ def abstract_params(spec: DecoderSpec, dtype) -> DecoderParams:
                            spec.head_dim, spec.mlp_size, spec.vocab_size)
     G = spec.heads_per_kv
 
-    def leaf(*shape: int, present: bool = True):
+    def leaf(*shape: int, present: bool = True) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) if present else None
 
     return DecoderParams(
@@ -80,7 +83,7 @@ def bfloat16_as_bits(params: DecoderParams) -> DecoderParams:
     def as_bits(leaf: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(leaf, jnp.uint16) if leaf.dtype == jnp.bfloat16 else leaf
 
-    return params.replace(layers=jax.tree.map(as_bits, params.layers))
+    return dataclasses.replace(params, layers=jax.tree.map(as_bits, params.layers))
 
 
 def bits_as_bfloat16(layer: LayerParams) -> LayerParams:

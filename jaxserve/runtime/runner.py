@@ -23,7 +23,7 @@ from jaxserve.config import DEFAULT_MAX_MODEL_LEN, EngineConfig, ResolvedConfig
 from jaxserve.engine.request import ScheduledRow, StepPlan
 from jaxserve.engine.results import LogprobRows, StepResult
 from jaxserve.errors import ConfigError
-from jaxserve.models.params import DecoderParams
+from jaxserve.models.params import DecoderParams, bfloat16_as_bits, bits_as_bfloat16
 from jaxserve.models.spec import DecoderSpec
 from jaxserve.runtime import memory
 from jaxserve.runtime.batch import NUM_COLUMNS, pack
@@ -92,10 +92,11 @@ class Runner:
 
     def __init__(self, spec: DecoderSpec, params: DecoderParams, config: EngineConfig, valid_vocab: int,
                  device: jax.Device):
-        self.params = params
         self.device = device
         cpu = device.platform == "cpu"
         dtype = str(params.embed.dtype)
+        self._as_bits = cpu and dtype == "bfloat16" and CPU_SCAN_WIDENS_BFLOAT16
+        self._weights = bfloat16_as_bits(params) if self._as_bits else params
         page_size = config.page_size or (64 if cpu else 16)
         max_model_len = resolve_max_model_len(config.max_model_len, spec)
         max_num_seqs = config.max_num_seqs or (32 if cpu else 256)
@@ -186,7 +187,7 @@ class Runner:
             return jax.jit(slot_state.admit, donate_argnums=0).lower(state.slots, *abstract(vectors))
         columns = NUM_COLUMNS + self.config.max_pages_per_seq
         batch = jax.ShapeDtypeStruct((key.num_seqs(QUERY_BLOCK), columns), jnp.int32, sharding=sharding)
-        return jax.jit(partial(step, self._spec, key), donate_argnums=1).lower(abstract(self.params), state, batch)
+        return jax.jit(partial(step, self._spec, key), donate_argnums=1).lower(abstract(self._weights), state, batch)
 
     def compile(self, on_done: Callable[[Any], None] | None = None) -> None:
         """Compiles everything that any request can need."""
@@ -228,7 +229,7 @@ class Runner:
         executable = self._executables.get(bucket)
         if self._one_at_a_time and self._last_output is not None:
             self._last_output.block_until_ready()
-        self.state, output = executable(self.params, self.state, batch)
+        self.state, output = executable(self._weights, self.state, batch)
         self._last_output = output.token_ids
         self.steps += 1
         self.rows_real += len(decodes) + sum(row.num_tokens for row in prefills)
@@ -277,6 +278,13 @@ class Runner:
 
     # -- parameters, metrics, end
 
+    @property
+    def params(self) -> DecoderParams:
+        """The weights in their own dtype."""
+        if not self._as_bits:
+            return self._weights
+        return dataclasses.replace(self._weights, layers=bits_as_bfloat16(self._weights.layers))
+
     def update_params(self, params: DecoderParams) -> None:
         """Puts new weights in place of the old ones; nothing is compiled again.
 
@@ -299,7 +307,8 @@ class Runner:
                 placed.append(new)
             else:
                 placed.append(jax.device_put(new, old.sharding))
-        self.params = jax.tree.unflatten(old_tree, placed)
+        params = jax.tree.unflatten(old_tree, placed)
+        self._weights = bfloat16_as_bits(params) if self._as_bits else params
 
     def metrics(self) -> dict[str, Any]:
         """Counters since start. `compilations_after_warmup` is None until `mark_warm`."""
@@ -318,7 +327,7 @@ class Runner:
         """Frees the state's device memory and forgets the parameters."""
         self._delete_state()
         self._executables.clear()
-        self.params = None  # type: ignore[assignment]
+        self._weights = None  # type: ignore[assignment]
 
 
 def _to_numpy(output) -> LogprobRows:

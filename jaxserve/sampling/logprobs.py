@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -49,7 +51,8 @@ def gather_logprobs(logits: jax.Array, target_ids: jax.Array, k: int, *, valid_v
     found = min(k, valid_vocab)
     if found:
         values, ids = blocks.top_k(x, found)
-        out = out.replace(
+        out = replace(
+            out,
             top_ids=out.top_ids.at[:, :found].set(ids),
             top_logprobs=out.top_logprobs.at[:, :found].set(jnp.maximum(values - log_sum[:, None], FLOOR)))
-    return out.replace(token_logprob=jnp.maximum(target - log_sum, FLOOR), token_rank=rank)
+    return replace(out, token_logprob=jnp.maximum(target - log_sum, FLOOR), token_rank=rank)

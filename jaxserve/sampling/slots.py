@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +92,7 @@ class SlotOptions:
 def abstract_slots(num_slots: int, max_len: int, vocab_size: int) -> SlotState:
     """The state's shapes and dtypes, as ShapeDtypeStructs."""
 
-    def leaf(dtype, *shape: int):
+    def leaf(dtype, *shape: int) -> Any:
         return jax.ShapeDtypeStruct((num_slots + 1, *shape), jnp.dtype(dtype))
 
     return SlotState(
@@ -109,7 +111,7 @@ def init_slots(num_slots: int, max_len: int, vocab_size: int) -> SlotState:
     """Slots without a sequence: zeros, that want no logprobs. So does the dummy slot for ever."""
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
                          abstract_slots(num_slots, max_len, vocab_size))
-    return state.replace(ints=state.ints.at[:, [Int.LOGPROBS, Int.PROMPT_LOGPROBS]].set(-1))
+    return replace(state, ints=state.ints.at[:, [Int.LOGPROBS, Int.PROMPT_LOGPROBS]].set(-1))
 
 
 def _int_sizes(max_len: int, vocab_size: int) -> dict[str, int]:
@@ -218,7 +220,7 @@ def admit(slots: SlotState, slot: jax.Array, ints: jax.Array, floats: jax.Array)
         leaf = getattr(slots, name)
         return lax.dynamic_update_index_in_dim(leaf, rows[name].reshape(leaf.shape[1:]), slot, 0)
 
-    return slots.replace(**{name: put(name) for name in rows})
+    return replace(slots, **{name: put(name) for name in rows})
 
 
 def slot_options(slots: SlotState, slot_ids: jax.Array) -> SlotOptions:

@@ -21,9 +21,26 @@ VOCAB = 50
 
 
 class KV(NamedTuple):
-    token: int
+    context: int  # hash of the cache salt and all tokens up to this one
     kind: str  # "decode" or "prefill", the shape of the row that wrote it
     params: int  # the oldest parameters that have a part in it
+
+
+class SlotState:
+    """What the device knows of a running sequence."""
+
+    def __init__(self, seq: Sequence, params: int):
+        self.salt = seq.options.cache_salt
+        self.tokens: list[int] = []
+        self.contexts: list[int] = []
+        self.params = params
+        for token in seq.token_ids:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        before = self.contexts[-1] if self.contexts else crc32(repr(self.salt).encode())
+        self.contexts.append(crc32(token.to_bytes(2), before))
+        self.tokens.append(token)
 
 
 class FakeDevice:
@@ -36,75 +53,75 @@ class FakeDevice:
 
     def lose_pool(self) -> None:
         self.kv: dict[tuple[int, int], KV] = {}  # (page, offset) -> what is there
-        self.known: dict[int, list[int]] = {}  # slot -> tokens
-        self.params_at_start: dict[int, int] = {}  # slot -> parameters when its sequence was admitted
+        self.slots: dict[int, SlotState] = {}
 
     def launch(self, plan: StepPlan) -> dict[int, list[int]]:
         for row in plan.rows:
             if row.seq in plan.admitted:
-                self.known[row.slot] = list(row.seq.token_ids)
-                self.params_at_start[row.slot] = self.params
+                assert row.seq.num_sampled_in_flight == (row.num_tokens if plan.decode_steps > 1 else row.samples), (
+                    "the uploaded token ids lack some that are still in flight")
+                self.slots[row.slot] = SlotState(row.seq, self.params)
         sampled: dict[int, list[int]] = {}
         for k in range(plan.decode_steps):
-            rows = [(row, row.start + k, row.start + k + 1, "decode") for row in plan.decodes if k < row.num_tokens]
+            spans = [(row, row.start + k, row.start + k + 1, "decode") for row in plan.decodes if k < row.num_tokens]
             if k == 0:
-                rows += [(row, row.start, row.start + row.num_tokens, "prefill") for row in plan.prefills]
-            tables = [plan.block_tables[row.slot].tolist() for row, *_ in rows]
-            for (row, start, end, kind), table in zip(rows, tables):  # all writes come before any read
-                for position in range(start, end):
-                    page = table[position // self.config.page_size]
-                    assert page != 0, "a real row writes to the dummy page"
-                    self.kv[page, position % self.config.page_size] = KV(
-                        self.known[row.slot][position], kind, self.params_at_start[row.slot])
-            for (row, _, end, _), table in zip(rows, tables):
-                known = self.known[row.slot]
-                self._check_context(row.slot, table, known[:end], row.seq.prompt_len)
-                assert row.samples == (end == len(known))
+                spans += [(row, row.start, row.start + row.num_tokens, "prefill") for row in plan.prefills]
+            for row, start, end, kind in spans:  # all writes come before any read
+                slot = self.slots[row.slot]
+                for position, where in self._places(plan, row.slot, start, end):
+                    assert where[0] != 0, "a real row writes to the dummy page"
+                    self.kv[where] = KV(slot.contexts[position], kind, slot.params)
+            for row, _, end, _ in spans:
+                slot = self.slots[row.slot]
+                for position, where in self._places(plan, row.slot, 0, end):
+                    kv = self.kv[where]
+                    assert kv.context == slot.contexts[position], f"position {position} holds another context's K/V"
+                    assert kv.params >= slot.params, "K/V of older parameters"
+                    if self.config.deterministic:
+                        assert kv.kind == ("prefill" if position < row.seq.prompt_len else "decode")
+                assert row.samples == (end == len(slot.tokens))
                 if row.samples:
-                    known.append(next_id(known, row.seq.options.seed))
-                    sampled.setdefault(row.seq.seq_id, []).append(known[-1])
+                    slot.append(next_id(slot.tokens, row.seq.options.seed))
+                    sampled.setdefault(row.seq.seq_id, []).append(slot.tokens[-1])
         return sampled
 
-    def _check_context(self, slot: int, table: list[int], tokens: list[int], prompt_len: int) -> None:
-        size = self.config.page_size
-        for position, token in enumerate(tokens):
-            kv = self.kv[table[position // size], position % size]
-            assert kv.token == token, f"position {position} holds the K/V of {kv.token}, not of {token}"
-            assert kv.params >= self.params_at_start[slot], "K/V of older parameters"
-            if self.config.deterministic:
-                assert kv.kind == ("prefill" if position < prompt_len else "decode")
+    def _places(self, plan: StepPlan, slot: int, start: int, end: int):
+        size, table = self.config.page_size, plan.block_tables[slot].tolist()
+        return [(i, (table[i // size], i % size)) for i in range(start, end)]
 
 
 class Loop:
-    """The engine's loop: launch a plan, then commit the one before it."""
+    """The engine's loop: launch a plan, then commit the one that was launched `depth` before it."""
 
-    def __init__(self, config: ResolvedConfig):
+    def __init__(self, config: ResolvedConfig, depth: int = 1):
         self.config = config
+        self.depth = depth
         self.scheduler = Scheduler(config)
         self.device = FakeDevice(config)
-        self.outstanding: tuple[StepPlan, dict[int, list[int]]] | None = None
+        self.in_flight: list[tuple[StepPlan, dict[int, list[int]]]] = []
 
     def step(self, commit_before_launch: bool = False) -> StepPlan | None:
         """One turn. `commit_before_launch`: the earlier results arrive between planning and launching."""
-        earlier, plan = self.outstanding, self.scheduler.schedule()
-        assert plan or earlier or not self.scheduler.has_work, "work is left, nothing is in flight, no plan"
-        if commit_before_launch and earlier:
-            self.scheduler.commit(*earlier)
-        self.outstanding = (plan, self.device.launch(plan)) if plan else None
-        if not commit_before_launch and earlier:
-            self.scheduler.commit(*earlier)
+        plan = self.scheduler.schedule()
+        assert plan or self.in_flight or not self.scheduler.has_work, "work is left, nothing is in flight, no plan"
+        due = bool(self.in_flight) and (plan is None or len(self.in_flight) >= self.depth)
+        if due and commit_before_launch:
+            self.scheduler.commit(*self.in_flight.pop(0))
+        if plan:
+            self.in_flight.append((plan, self.device.launch(plan)))
+        if due and not commit_before_launch:
+            self.scheduler.commit(*self.in_flight.pop(0))
         return plan
 
     def drain(self) -> None:
         """Brings the outstanding results, so that nothing is in flight."""
-        if self.outstanding:
-            self.scheduler.commit(*self.outstanding)
-            self.outstanding = None
+        while self.in_flight:
+            self.scheduler.commit(*self.in_flight.pop(0))
 
     def run(self, limit: int = 3000) -> list[StepPlan]:
         """Until everything has finished; returns the plans."""
         plans = []
-        while self.scheduler.has_work or self.outstanding:
+        while self.scheduler.has_work or self.in_flight:
             plans.append(self.step())
             assert len(plans) < limit, f"not finished after {limit} steps"
         return [plan for plan in plans if plan]
@@ -120,12 +137,12 @@ def next_id(token_ids: list[int], seed: int) -> int:
 
 @pytest.fixture
 def make_loop():
-    """make_loop(**options of ResolvedConfig) -> Loop, with small defaults."""
-    def make(**options) -> Loop:
+    """make_loop(depth=1, **options of ResolvedConfig) -> Loop, with small defaults."""
+    def make(depth: int = 1, **options) -> Loop:
         defaults = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32, max_waiting_requests=100,
                         page_size=4, num_pages=64, enable_prefix_caching=True, scheduling_policy="fcfs",
                         decode_steps=1, deterministic=False, max_logprobs=5, query_block=8, vocab_size=VOCAB)
-        return Loop(ResolvedConfig(**(defaults | options)))
+        return Loop(ResolvedConfig(**(defaults | options)), depth)
     return make
 
 

@@ -76,7 +76,7 @@ def base_spec(config: HFConfig, max_model_len: int, *, rope_aliases: Mapping[str
     return DecoderSpec(**(fields | changes))
 
 
-def attention_biases(config: HFConfig) -> dict[str, bool]:
+def attention_biases(config: HFConfig) -> dict[str, Any]:
     """The spec fields behind `attention_bias`: it puts biases on all four projections of attention."""
     bias = get_bool(config, "attention_bias", False)
     return {"qkv_bias": bias, "out_bias": bias}
