@@ -10,7 +10,8 @@ resolved by the lowest id, and top_k=1 is greedy.
 next draw is from the entries before it alone, with the block sums just made. An accepted entry is distributed
 as in the truncated distribution, because entries are only excluded that do not belong to it (rejection
 sampling with a rising pivot, as in FlashInfer, https://flashinfer.ai/2025/03/10/sampling.html). The expected
-number of passes is about 1/top_p, and logarithmic for top_k. min_p is a known bound, hence the first pivot.
+number of passes is about 1/top_p, and logarithmic for top_k. min_p is a known bound: a draw below it raises the
+pivot to it at once. Only top_k and top_p together need more: the mass that top_k keeps, from a partial top-k.
 
 **Random numbers.** Draw i of a row uses threefry2x32 of (seed, position, i) and nothing else, so a row's
 token depends on its own logits, options and history only: not on neighbours, batch size or jax's
