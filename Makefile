@@ -1,7 +1,7 @@
 # Everything a contributor runs. Each target makes $(VENV) first, and nothing is installed twice.
 PYTHON ?= python3
 VENV ?= .venv
-PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 
 .PHONY: help demo test test-slow lint bench clean
 help:
