@@ -11,6 +11,7 @@ from jaxserve.cli.options import SectionedCommand, given, options_of
 from jaxserve.config import EngineConfig
 
 if TYPE_CHECKING:
+    from jaxserve.models.params import DecoderParams
     from jaxserve.models.spec import DecoderSpec
     from jaxserve.runtime.runner import Runner
 
@@ -57,13 +58,19 @@ def _model(model: str, config: EngineConfig) -> dict[str, Facts]:
 
     source, device = open_model(model, config.max_model_len), jax.devices()[0]
     params = abstract_params(source.spec, resolve_dtype(config.dtype, source.dtype, device))
-    runner = Runner(source.spec, params, config, source.spec.vocab_size, device)
+
+    def plan(params: DecoderParams) -> tuple[()]:
+        planned.append(Runner(source.spec, params, config, source.spec.vocab_size, device))
+        return ()
+
+    planned: list[Runner] = []
+    jax.eval_shape(plan, params)  # a runner whose parameters are only shapes
     leaves = jax.tree.leaves(params)
     weights = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     count = sum(math.prod(leaf.shape) for leaf in leaves)
     return {
         "Model": {"model": source.description, **_shape(source.spec), "parameters": f"{count / 1e6:,.0f} million"},
-        "Engine": _engine(runner, str(params.embed.dtype), weights),
+        "Engine": _engine(planned[0], str(params.embed.dtype), weights),
     }
 
 

@@ -62,14 +62,15 @@ def test_convert_refuses_a_directory_with_content(tiny_model, tmp_path):
     assert "is not empty" in result.stderr
 
 
-def test_info_plans_without_weights(tiny_model):
-    result = run("info", str(tiny_model), *ENGINE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_info_plans_without_weights(tiny_model, dtype):
+    result = run("info", str(tiny_model), *ENGINE, "--dtype", dtype)
     assert result.exit_code == 0, result.output
     facts = dict(line.strip().split("  ", 1) for line in result.stdout.splitlines() if line.startswith("  "))
     facts = {name: value.strip() for name, value in facts.items()}
     assert facts["attention"] == "4 query heads, 2 kv heads, head size 8"
-    assert facts["max_model_len"] == "256"
-    # 79 usable pages of 16 tokens hold 4 sequences of 256.
+    assert (facts["dtype"], facts["max_model_len"]) == (dtype, "256")
+    # 79 pages beside the dummy hold 4 sequences of 256 tokens.
     assert facts["KV pool"].endswith("80 pages of 16 tokens, 4 sequences of full length")
     assert "decode2+prefill32" in facts["compiled shapes"]
 
