@@ -82,7 +82,7 @@ def _one_row_layout(layers: LayerParams) -> LayerParams:
     """Weights with several output axes as plain matrices `[L, E, out]`.
 
     jax 0.12's CPU backend leaves its fast path when one row meets a matrix that was reshaped inside the loop: 144 ms
-    instead of 35 for float32 at SmolLM2-135M's shape on two Zen 4 cores. Only for one row, because the
+    a step instead of 25 for float32 at SmolLM2-135M's shape on two Zen 4 cores. Only for one row, because the
     reshape would hide from the partitioner the axis that tensor parallelism shards.
     """
     L, E = layers.attn_norm.shape
