@@ -95,7 +95,7 @@ class FakeLLM:
     def metrics(self):
         calls = len(self.calls)
         return {"steps": 10 * calls, "token_rows": 300 * calls, "token_rows_padded": 400 * calls, "executables": 3,
-                "compile_seconds": {}}
+                "compile_seconds": {}, "kv_pool_bytes": 10**6}
 
 
 @pytest.fixture

@@ -48,8 +48,7 @@ class Report:
         from rich.console import Console
         from rich.table import Table
 
-        title = f"{self.benchmark}: {self.workload}"
-        table = Table("quantity", title=title, title_justify="left", title_style="bold")
+        table = Table("quantity")
         for heading in ("median", "min", "max", "runs"):
             table.add_column(heading, justify="right")
         for name, values in self.samples.items():
@@ -60,6 +59,7 @@ class Report:
         for name, value in self.facts.items():
             table.add_row(name, _number(value))
         console = Console(highlight=False)
+        console.print(f"{self.benchmark}: {self.workload}", style="bold")
         console.print(table)
         env = self.environment
         console.print(f"{self.model or 'no model'}, {env['cpu']} x {env['cpus']}, Python {env['python']}, "

@@ -44,6 +44,7 @@ def _run_offline(model: str, options: dict[str, Any], json_file: Path | None, ru
     chosen = given(EngineConfig, options)
     with LLM(model, **chosen) as llm:
         report = run(llm)
+        report.facts["KV pool (MB)"] = llm.metrics()["kv_pool_bytes"] / 1e6
     report.model, report.options = model, chosen
     if (peak := measure.peak_memory_mb()) is not None:
         report.facts["peak memory (MB)"] = peak
