@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import numbers
 import queue
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -20,19 +22,23 @@ from jaxserve.engine.async_engine import EngineThread
 from jaxserve.engine.core import EngineCore, Request
 from jaxserve.engine.detokenizer import TokenTexts
 from jaxserve.engine.output_builder import RequestState
-from jaxserve.engine.processor import ProcessedRequest, Processor, eos_token_ids
+from jaxserve.engine.processor import ProcessedRequest, Processor, Prompt, eos_token_ids
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError, EngineClosedError, RequestError
 from jaxserve.outputs import CompletionOutput, RequestOutput, StreamEvent
 from jaxserve.runtime.runner import Runner, resolve_dtype, resolve_max_model_len
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.weights.arrays import params_from_arrays
-from jaxserve.weights.source import memory_model, open_model
+from jaxserve.weights.source import ModelSource, memory_model, open_model
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
+
+# What `chat` does with messages before they are a prompt.
+_TEMPLATE_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template",
+                     "chat_template_kwargs")
+_BAR_REFRESH = 0.2  # seconds
 
 
 class LLM:
@@ -60,56 +66,44 @@ class LLM:
                  **options: Any):
         engine_config = EngineConfig.from_options(options)
         started = time.perf_counter()
+        source = self._source = _open_source(model, config, params, name_map, tokenizer, engine_config.max_model_len)
         device = jax.devices()[0]
-        if (model is None) == (config is None):
-            raise ConfigError("give a model, or config= and params= for weights in memory")
-        if (config is None) != (params is None):
-            raise ConfigError("config= and params= go together")
-        if config is None:
-            assert model is not None
-            if tokenizer is not None or name_map is not None:
-                raise ConfigError("tokenizer= and name_map= are for weights in memory (config= and params=)")
-            self._source = open_model(model, engine_config.max_model_len)
-        else:
-            self._source = memory_model(config, engine_config.max_model_len, tokenizer)
-        source = self._source
         resolve_max_model_len(engine_config.max_model_len, source.spec)
-        dtype = resolve_dtype(engine_config.dtype, source.dtype, device)
-        loading = time.perf_counter()
+        self._dtype = resolve_dtype(engine_config.dtype, source.dtype, device)
+        opened = time.perf_counter()
         sharding = jax.sharding.SingleDeviceSharding(device)
         if params is None:
-            placed = source.load(dtype, sharding)
+            placed = source.load(self._dtype, sharding)
         else:
-            placed = params_from_arrays(params, source.spec, source.name_map, name_map, dtype, sharding)
+            placed = params_from_arrays(params, source.spec, source.name_map, name_map, self._dtype, sharding)
         loaded = time.perf_counter()
 
         self.tokenizer = source.tokenizer
         valid_vocab = source.spec.vocab_size if self.tokenizer is None else self.tokenizer.vocab_size
-        runner = Runner(source.spec, placed, engine_config, valid_vocab, device)
+        runner = self._runner = Runner(source.spec, placed, engine_config, valid_vocab, device)
         self.config: ResolvedConfig = runner.config
-        self._dtype = dtype
         eos = eos_token_ids(self.tokenizer, source.generation_config, source.config, source.spec.vocab_size)
         self._processor = Processor(self.tokenizer, runner.config, eos,
                                     source.generation_config if engine_config.use_generation_config else {},
                                     engine_config.seed)
         self._texts = None if self.tokenizer is None else TokenTexts(self.tokenizer)
-        if engine_config.compile_mode == "eager":
+        eager = engine_config.compile_mode == "eager"
+        if eager:
             _compile_all(runner)
         runner.reset_state()
-        if engine_config.compile_mode == "eager":
+        if eager:
             runner.mark_warm()
         self._core = EngineCore(Scheduler(runner.config), runner)
-        self._runner = runner
         self._thread = EngineThread(self._core, on_close=runner.close)
         # The engine's thread knows nothing of this object, so dropping the last reference ends it.
         self._finalizer = weakref.finalize(self, self._thread.close)
         logger.info("%s ready in %.1f s: opened in %.1f, weights (%s) in %.1f, engine in %.1f", source.description,
-                    time.perf_counter() - started, loading - started, dtype, loaded - loading,
+                    time.perf_counter() - started, opened - started, self._dtype, loaded - opened,
                     time.perf_counter() - loaded)
 
     # -- offline
 
-    def generate(self, prompts: Prompt | Sequence[Prompt],
+    def generate(self, prompts: Prompt | Iterable[Prompt],
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *, use_tqdm: bool = True,
                  **sampling: Any) -> list[RequestOutput]:
         """Generates for one prompt or many and waits for all of them.
@@ -120,109 +114,72 @@ class LLM:
             use_tqdm: show progress with tokens per second.
 
         Returns:
-            One RequestOutput a prompt, in order. In a list an invalid prompt has `error` set, and the others
-            are not disturbed.
+            One RequestOutput a prompt, in order. In a list a prompt that is invalid, or fails later, has `error`
+            set, and the others are not disturbed.
 
         Raises:
-            RequestError: the only prompt (not in a list) is invalid.
+            RequestError: the only prompt (not in a list) is invalid, or `sampling_params` do not fit the prompts.
+            EngineError: the only prompt (not in a list) failed.
             KeyboardInterrupt: after an interrupt; the requests are aborted and the engine stays usable.
         """
-        single = _is_single_prompt(prompts)
-        prompt_list = [prompts] if single else list(prompts)
-        params = _params_for(len(prompt_list), sampling_params, sampling)
-        results = self._run([self._prepare(prompt, p) for prompt, p in zip(prompt_list, params, strict=True)],
-                            use_tqdm=use_tqdm)
-        if single and results[0].error is not None:
-            raise results[0].error
-        return results
+        items, single = _listed_prompts(prompts)
+        return self._generate(items, single, self._processor.process, sampling_params, sampling, use_tqdm)
 
-    def chat(self, messages: Messages | Sequence[Messages],
+    def chat(self, messages: Messages | Iterable[Messages],
              sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-             add_generation_prompt: bool = True, continue_final_message: bool = False,
-             chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
-             use_tqdm: bool = True, **sampling: Any) -> list[RequestOutput]:
+             add_generation_prompt: bool | None = None, continue_final_message: bool = False,
+             tools: Sequence[Mapping[str, Any]] | None = None, chat_template: str | None = None,
+             chat_template_kwargs: Mapping[str, Any] | None = None, use_tqdm: bool = True,
+             **sampling: Any) -> list[RequestOutput]:
         """As `generate`, for one conversation or many, rendered by the model's chat template.
 
         Args:
             messages: dicts with "role" and "content", or a list of such conversations.
-            add_generation_prompt: end the prompt where the assistant begins to speak.
+            add_generation_prompt: end the prompt where the assistant begins to speak. Default: yes, unless
+                continue_final_message.
             continue_final_message: the last message is the assistant's beginning, to be continued.
-            chat_template: a Jinja template instead of the model's own.
+            tools: JSON schemas of functions, for templates that know them.
+            chat_template: a Jinja template instead of the model's own, or the name of one of its own.
             chat_template_kwargs: variables for the template.
         """
-        single = bool(messages) and isinstance(messages[0], Mapping) or not messages
-        conversations = [messages] if single else list(messages)
-        params = _params_for(len(conversations), sampling_params, sampling)
-        template = {"add_generation_prompt": add_generation_prompt and not continue_final_message,
-                    "continue_final_message": continue_final_message, "chat_template": chat_template,
-                    **(chat_template_kwargs or {})}
-        prepared = [self._prepare_chat(m, p, template) for m, p in zip(conversations, params, strict=True)]
-        results = self._run(prepared, use_tqdm=use_tqdm)
-        if single and results[0].error is not None:
-            raise results[0].error
-        return results
+        template = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
+                    "tools": tools, "chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs}
+
+        def process(conversation: Messages, params: SamplingParams) -> ProcessedRequest:
+            return self._processor.process(self._chat_ids(conversation, **template), params)
+
+        items, single = _listed_conversations(messages)
+        return self._generate(items, single, process, sampling_params, sampling, use_tqdm)
 
     # -- streams
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
-               **sampling: Any) -> Iterator[StreamEvent]:
+               **sampling: Any) -> Generator[StreamEvent, None, None]:
         """Yields the increments of one request as they come; the last event carries the whole output.
 
-        Closing the iterator early aborts the request.
+        The request starts at the call. Closing the iterator, or dropping it, aborts the request.
 
         Raises:
             RequestError: the request is invalid (at the call, not at the first event).
+            QueueFullError, EngineError: instead of an event.
         """
         return self._stream(self._processor.process(prompt, _one_params(sampling_params, sampling)))
 
-    def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None, *,
-                    chat_template_kwargs: Mapping[str, Any] | None = None, **sampling: Any) -> Iterator[StreamEvent]:
-        """As `stream`, for one conversation."""
-        ids = self._chat_ids(messages, {"add_generation_prompt": True, **(chat_template_kwargs or {})})
-        return self._stream(self._processor.process(ids, _one_params(sampling_params, sampling)))
+    def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None,
+                    **options: Any) -> Generator[StreamEvent, None, None]:
+        """As `stream`, for one conversation; options as for `chat`."""
+        return self._stream(self._process_chat(messages, sampling_params, options))
 
-    async def astream(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
-                      **sampling: Any) -> AsyncIterator[StreamEvent]:
-        """As `stream`, for coroutines. Cancelling or closing it aborts the request."""
-        processed = self._processor.process(prompt, _one_params(sampling_params, sampling))
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[StreamEvent] = asyncio.Queue()
+    def astream(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
+                **sampling: Any) -> AsyncGenerator[StreamEvent, None]:
+        """As `stream`, for coroutines; the request starts when the first event is awaited. Cancelling or closing
+        the iterator aborts it."""
+        return self._astream(self._processor.process(prompt, _one_params(sampling_params, sampling)))
 
-        def deliver(event: StreamEvent) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        request_id = self._submit(processed, deliver, patient=False)
-        finished = False
-        try:
-            while not finished:
-                event = await events.get()
-                finished = event.output is not None
-                if event.output is not None and event.output.error is not None:
-                    raise event.output.error
-                yield event
-        finally:
-            if not finished:
-                self._thread.abort(request_id)
-
-    def _stream(self, processed: ProcessedRequest) -> Iterator[StreamEvent]:
-        events: queue.SimpleQueue[StreamEvent] = queue.SimpleQueue()
-        request_id = self._submit(processed, events.put, patient=False)
-
-        def iterate() -> Iterator[StreamEvent]:
-            finished = False
-            try:
-                while not finished:
-                    event = events.get()
-                    finished = event.output is not None
-                    if event.output is not None and event.output.error is not None:
-                        raise event.output.error
-                    yield event
-            finally:
-                if not finished:
-                    self._thread.abort(request_id)
-
-        return iterate()
+    def astream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None,
+                     **options: Any) -> AsyncGenerator[StreamEvent, None]:
+        """As `astream`, for one conversation; options as for `chat`."""
+        return self._astream(self._process_chat(messages, sampling_params, options))
 
     # -- weights, cache, life cycle
 
@@ -292,81 +249,122 @@ class LLM:
         if self.closed:
             raise EngineClosedError("the engine is closed")
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> ProcessedRequest | RequestOutput:
-        try:
-            return self._processor.process(prompt, params)
-        except RequestError as error:
-            return _failed(prompt, error)
+    def _process_chat(self, messages: Messages, sampling_params: SamplingParams | None,
+                      options: dict[str, Any]) -> ProcessedRequest:
+        template = {name: options.pop(name) for name in _TEMPLATE_OPTIONS if name in options}
+        params = _one_params(sampling_params, options)
+        return self._processor.process(self._chat_ids(messages, **template), params)
 
-    def _prepare_chat(self, messages: Messages, params: SamplingParams,
-                      template: Mapping[str, Any]) -> ProcessedRequest | RequestOutput:
-        try:
-            return self._processor.process(self._chat_ids(messages, template), params)
-        except RequestError as error:
-            return _failed("", error)
-
-    def _chat_ids(self, messages: Messages, template: Mapping[str, Any]) -> list[int]:
+    def _chat_ids(self, messages: Messages, *, chat_template_kwargs: Mapping[str, Any] | None = None,
+                  **template: Any) -> list[int]:
         if self.tokenizer is None:
             raise RequestError("the model has no tokenizer, so it cannot chat", "messages")
-        return self.tokenizer.apply_chat_template(messages, **template)
+        variables = dict(chat_template_kwargs or {})
+        misplaced = sorted(variables.keys() & {"messages", *_TEMPLATE_OPTIONS})
+        if misplaced:
+            raise RequestError(f"{', '.join(misplaced)} cannot be given as variables of the chat template",
+                               "chat_template_kwargs")
+        return self.tokenizer.apply_chat_template(messages, **template, **variables)
 
-    def _submit(self, processed: ProcessedRequest, on_event, patient: bool) -> str:
-        request_id = uuid.uuid4().hex
+    def _submit(self, processed: ProcessedRequest, on_event: Callable[[StreamEvent], None], *,
+                patient: bool = False, request_id: str | None = None) -> str:
+        request_id = request_id or _new_request_id()
         self._thread.submit(Request(RequestState(request_id, processed, self._texts), on_event, patient))
         return request_id
 
-    def _run(self, prepared: list[ProcessedRequest | RequestOutput], use_tqdm: bool) -> list[RequestOutput]:
-        """Runs what is valid; waits for all."""
+    def _generate(self, items: list[Any], single: bool, process: Callable[[Any, SamplingParams], ProcessedRequest],
+                  sampling_params: SamplingParams | Sequence[SamplingParams] | None, sampling: dict[str, Any],
+                  use_tqdm: bool) -> list[RequestOutput]:
+        """Processes `items` (prompts or conversations), runs those that are valid, and waits for all."""
         self._check_open()
-        results: list[RequestOutput | None] = [None] * len(prepared)
-        done: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
-        tokens = _TokenCount()
-        running: dict[int, str] = {}
+        prepared: list[ProcessedRequest | RequestOutput] = []
+        for item, params in zip(items, _params_for(len(items), sampling_params, sampling), strict=True):
+            try:
+                prepared.append(process(item, params))
+            except RequestError as error:
+                prepared.append(_failed(item, error))
+        outputs = self._run(prepared, use_tqdm)
+        if single and outputs[0].error is not None:
+            raise outputs[0].error
+        return outputs
 
-        def listener(index: int):
+    def _run(self, prepared: list[ProcessedRequest | RequestOutput], use_tqdm: bool) -> list[RequestOutput]:
+        outputs = {index: item for index, item in enumerate(prepared) if isinstance(item, RequestOutput)}
+        valid = {index: item for index, item in enumerate(prepared) if isinstance(item, ProcessedRequest)}
+        request_ids = {index: _new_request_id() for index in valid}
+        done: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
+        num_tokens = 0
+
+        def listener(index: int) -> Callable[[StreamEvent], None]:
             def on_event(event: StreamEvent) -> None:
-                tokens.count += len(event.token_ids)
+                nonlocal num_tokens
+                num_tokens += len(event.token_ids)
                 if event.output is not None:
                     done.put((index, event.output))
             return on_event
 
         bar = _progress_bar(len(prepared), use_tqdm)
+        bar.update(len(outputs))
+        started = time.perf_counter()
         try:
-            for index, item in enumerate(prepared):
-                if isinstance(item, RequestOutput):
-                    results[index] = item
-                    bar.update(1)
-                else:
-                    running[index] = self._submit(item, listener(index), patient=True)
-            started = time.perf_counter()
-            while running:
+            for index, processed in valid.items():
+                self._submit(processed, listener(index), patient=True, request_id=request_ids[index])
+            while len(outputs) < len(prepared):
                 try:
-                    index, output = done.get(timeout=0.2)
+                    index, output = done.get(timeout=_BAR_REFRESH)
                 except queue.Empty:
                     pass
                 else:
-                    results[index] = output
-                    del running[index]
+                    outputs[index] = output
                     bar.update(1)
-                seconds = time.perf_counter() - started
-                bar.set_postfix_str(f"{tokens.count / seconds:.1f} tok/s", refresh=False)
+                bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - started):.1f} tok/s", refresh=False)
         except BaseException:
             # An interrupt, usually. Wait until the engine has let go, so that the next call starts clean.
-            for request_id in running.values():
+            for request_id in request_ids.values():
                 self._thread.abort(request_id)
-            if not self.closed:
+            with contextlib.suppress(EngineClosedError):
                 self._thread.call(lambda: None)
             raise
         finally:
             bar.close()
-        return [result for result in results if result is not None]
+        return [outputs[index] for index in range(len(prepared))]
 
+    def _stream(self, processed: ProcessedRequest) -> Generator[StreamEvent, None, None]:
+        events: queue.SimpleQueue[StreamEvent] = queue.SimpleQueue()
+        request_id = self._submit(processed, events.put)
 
-class _TokenCount:
-    """Written by the engine's thread, read by the caller's."""
+        def iterate() -> Generator[StreamEvent, None, None]:
+            try:
+                finished = False
+                while not finished:
+                    event = events.get()
+                    finished = _is_last(event)
+                    yield event
+            finally:
+                self._thread.abort(request_id)  # no effect on one that has ended
 
-    def __init__(self) -> None:
-        self.count = 0
+        iterator = iterate()
+        # A generator that is dropped before its first event never enters its try block.
+        weakref.finalize(iterator, self._thread.abort, request_id).atexit = False
+        return iterator
+
+    async def _astream(self, processed: ProcessedRequest) -> AsyncGenerator[StreamEvent, None]:
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[StreamEvent] = asyncio.Queue()
+
+        def deliver(event: StreamEvent) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed, so nobody waits any more
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        request_id = self._submit(processed, deliver)
+        try:
+            finished = False
+            while not finished:
+                event = await events.get()
+                finished = _is_last(event)
+                yield event
+        finally:
+            self._thread.abort(request_id)  # no effect on one that has ended
 
 
 def generate(model: str | PathLike[str], prompts: Prompt | Sequence[Prompt], *,
@@ -406,35 +404,82 @@ _kept: tuple[Any, LLM] | None = None
 _kept_lock = threading.Lock()
 
 
+def _open_source(model: str | PathLike[str] | None, config: Mapping[str, Any] | None, params: Any,
+                 name_map: Mapping[str, Any] | None, tokenizer: Any, max_model_len: int | None) -> ModelSource:
+    if (model is None) == (config is None):
+        raise ConfigError("give a model, or config= and params= for weights in memory")
+    if (config is None) != (params is None):
+        raise ConfigError("config= and params= go together")
+    if config is not None:
+        return memory_model(config, max_model_len, tokenizer)
+    assert model is not None
+    if tokenizer is not None or name_map is not None:
+        raise ConfigError("tokenizer= and name_map= are for weights in memory (config= and params=)")
+    return open_model(model, max_model_len)
+
+
 def _compile_all(runner: Runner) -> None:
     from tqdm.auto import tqdm
 
     with tqdm(total=len(runner.buckets) + 1, desc="Compiling", unit="program", leave=False) as bar:
-        runner.compile(on_done=lambda _: bar.update(1))
+        def on_done(_: Any) -> None:
+            bar.update(1)
+
+        runner.compile(on_done)
 
 
-def _progress_bar(total: int, show: bool):
+def _progress_bar(total: int, show: bool) -> Any:
     from tqdm.auto import tqdm
 
-    return tqdm(total=total, desc="Generating", unit="req", disable=not show, dynamic_ncols=True)
+    return tqdm(total=total, desc="Generating", unit="req", disable=not show or total == 0, dynamic_ncols=True)
 
 
-def _is_single_prompt(prompts: Any) -> bool:
+def _new_request_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _is_last(event: StreamEvent) -> bool:
+    """Whether the event ends its request. Raises the request's error if it failed."""
+    if event.output is None:
+        return False
+    if event.output.error is not None:
+        raise event.output.error
+    return True
+
+
+def _listed_prompts(prompts: Any) -> tuple[list[Any], bool]:
+    """The prompts as a list, and whether there is only one, given on its own."""
     if isinstance(prompts, str | Mapping):
-        return True
-    return bool(prompts) and all(isinstance(item, int) and not isinstance(item, bool) for item in prompts)
+        return [prompts], True
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}", "prompts")
+    items = list(prompts)
+    if items and all(isinstance(item, numbers.Integral) and not isinstance(item, bool) for item in items):
+        return [items], True
+    return items, False
 
 
-def _check_no_both(params: Any, sampling: dict[str, Any]) -> None:
+def _listed_conversations(messages: Any) -> tuple[list[Any], bool]:
+    """The conversations as a list, and whether there is only one, given on its own."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+        raise RequestError(f"messages must be a list of messages or a list of such lists, got "
+                           f"{type(messages).__name__}", "messages")
+    items = list(messages)
+    if not items or isinstance(items[0], Mapping):
+        return [items], True
+    return items, False
+
+
+def _check_not_both(params: Any, sampling: dict[str, Any]) -> None:
     if params is not None and sampling:
         raise RequestError(f"give sampling_params or single sampling options ({', '.join(sorted(sampling))}), not both",
                            "sampling_params")
 
 
 def _one_params(params: Any, sampling: dict[str, Any]) -> SamplingParams:
-    _check_no_both(params, sampling)
+    _check_not_both(params, sampling)
     if params is not None:
-        return params
+        return _checked_params(params)
     unknown = sorted(set(sampling) - set(SamplingParams.__dataclass_fields__))
     if unknown:
         raise RequestError(f"unknown sampling option(s) {', '.join(unknown)}; known: "
@@ -444,16 +489,22 @@ def _one_params(params: Any, sampling: dict[str, Any]) -> SamplingParams:
 
 def _params_for(count: int, params: SamplingParams | Sequence[SamplingParams] | None,
                 sampling: dict[str, Any]) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
+    if params is None or not isinstance(params, Sequence):
         return [_one_params(params, sampling)] * count
-    _check_no_both(params, sampling)
+    _check_not_both(params, sampling)
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one, or one each",
                            "sampling_params")
-    return list(params)
+    return [_checked_params(item) for item in params]
+
+
+def _checked_params(params: Any) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params")
+    return params
 
 
 def _failed(prompt: Any, error: RequestError) -> RequestOutput:
-    text = prompt if isinstance(prompt, str) else None
-    return RequestOutput(request_id=uuid.uuid4().hex, prompt=text, prompt_token_ids=[],
-                         outputs=[CompletionOutput(index=0, finish_reason="error")], error=error)
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return RequestOutput(request_id=_new_request_id(), prompt=text if isinstance(text, str) else None,
+                         prompt_token_ids=[], outputs=[CompletionOutput(index=0, finish_reason="error")], error=error)

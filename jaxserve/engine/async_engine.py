@@ -2,6 +2,9 @@
 
 A thread and not a process: nothing to pickle, errors keep their traceback, and a notebook's event loop
 or interrupt cannot reach into a step. Callbacks run in this thread and only hand over to queues.
+
+Whatever happens to the thread, nobody waits for it in vain: what it was asked for and cannot do any more
+ends with an error.
 """
 
 from __future__ import annotations
@@ -11,14 +14,21 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from jaxserve.engine.core import EngineCore, Request
+from jaxserve.engine.core import EngineCore, Request, engine_error
 from jaxserve.errors import EngineClosedError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class _Task(NamedTuple):
+    """`run` is called in the engine's thread; `refuse`, with the reason, if it cannot be."""
+
+    run: Callable[[], None]
+    refuse: Callable[[BaseException], None]
 
 
 class EngineThread:
@@ -31,9 +41,10 @@ class EngineThread:
     def __init__(self, core: EngineCore, on_close: Callable[[], None]):
         self._core = core
         self._on_close = on_close
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[_Task] = deque()
         self._wake = threading.Condition()
         self._closing = False
+        self._fault: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
@@ -42,13 +53,18 @@ class EngineThread:
         return self._closing
 
     def submit(self, request: Request) -> None:
-        """Hands over a request; everything else about it comes through its `on_event`."""
-        self._post(lambda: self._core.add(request))
+        """Hands over a request; everything else about it comes through its `on_event`.
+
+        Raises:
+            EngineClosedError: as every method but `abort` and `close` does, once the engine has closed or
+                its thread has failed, which is its `__cause__` then.
+        """
+        self._post(_Task(lambda: self._core.add(request), lambda fault: self._core.refuse(request, fault)))
 
     def abort(self, request_id: str) -> None:
         """Ends a request, if it runs. No error when the engine has closed: then it has ended too."""
         try:
-            self._post(lambda: self._core.abort(request_id))
+            self._post(_Task(lambda: self._core.abort(request_id), lambda _: None))
         except EngineClosedError:
             pass
 
@@ -61,10 +77,10 @@ class EngineThread:
         def run() -> None:
             try:
                 future.set_result(function())
-            except BaseException as error:
+            except Exception as error:
                 future.set_exception(error)
 
-        self._post(run)
+        self._post(_Task(run, lambda fault: future.set_exception(engine_error(fault))))
         return future.result()
 
     def close(self) -> None:
@@ -75,39 +91,59 @@ class EngineThread:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _post(self, action: Callable[[], None]) -> None:
+    def _post(self, task: _Task) -> None:
         with self._wake:
+            if self._fault is not None:
+                raise EngineClosedError("the engine's thread has failed, so it takes no more requests; "
+                                        "make a new engine") from self._fault
             if self._closing:
                 raise EngineClosedError("the engine is closed")
-            self._inbox.append(action)
+            self._inbox.append(task)
             self._wake.notify()
 
     def _run(self) -> None:
-        core = self._core
+        fault = None
         try:
-            while True:
-                with self._wake:
-                    while not (self._inbox or self._closing or core.has_work):
-                        self._wake.wait()
-                    actions, self._inbox = self._inbox, deque()
-                    closing = self._closing
-                for action in actions:
-                    action()
-                if closing:
-                    return
-                if core.has_work:
-                    core.step()
+            while self._turn():
+                pass
+        except BaseException as error:
+            logger.exception("the engine's thread has failed")
+            fault = error
+        try:
+            self._end(fault)
         except BaseException:
-            logger.exception("the engine's thread failed")
-            raise
-        finally:
-            self._end()
+            logger.exception("closing the engine has failed")
 
-    def _end(self) -> None:
+    def _turn(self) -> bool:
+        """Does what it is asked for, then one step. False when there is no more to come."""
         with self._wake:
-            self._closing = True
-            actions, self._inbox = self._inbox, deque()
-        for action in actions:  # what came in after the last look: calls get answers, requests are aborted below
-            action()
-        self._core.abort_all()
-        self._on_close()
+            while not (self._inbox or self._closing or self._core.has_work):
+                self._wake.wait()
+            closing, num_tasks = self._closing, len(self._inbox)
+        for _ in range(num_tasks):
+            task = self._inbox.popleft()
+            try:
+                task.run()
+            except BaseException as error:
+                task.refuse(error)
+                raise
+        if closing:
+            return False
+        if self._core.has_work:
+            self._core.step()
+        return True
+
+    def _end(self, fault: BaseException | None) -> None:
+        with self._wake:
+            self._closing, self._fault = True, fault
+            tasks, self._inbox = self._inbox, deque()
+        # Only a fault leaves tasks behind: `close` comes after all that was posted.
+        try:
+            if fault is None:
+                self._core.abort_all()
+            else:
+                for task in tasks:
+                    task.refuse(fault)
+                self._core.fail_all(fault)
+        finally:
+            self._on_close()

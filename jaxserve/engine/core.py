@@ -65,8 +65,7 @@ class EngineCore:
         self._backlog: deque[Request] = deque()  # patient requests that the queue has no room for
         self._of_sequence: dict[int, tuple[Request, int]] = {}
         self._seq_ids = itertools.count()
-        self._in_flight: Any = None
-        self._in_flight_plan: StepPlan | None = None
+        self._in_flight: tuple[StepPlan, Any] | None = None  # and what the runner launched for it
         self._failed_steps = 0
 
     @property
@@ -109,6 +108,18 @@ class EngineCore:
     def abort_all(self) -> None:
         for request_id in list(self._requests):
             self.abort(request_id)
+
+    def refuse(self, request: Request, cause: BaseException) -> None:
+        """Ends a request that could not be added."""
+        self._emit(request, request.state.fail(engine_error(cause)))
+
+    def fail_all(self, cause: BaseException) -> None:
+        """Ends every request with an EngineError. Leaves the scheduler alone: it may be what has failed."""
+        requests, self._requests = self._requests, {}
+        self._backlog.clear()
+        self._of_sequence.clear()
+        for request in requests.values():
+            self.refuse(request, cause)
 
     def _queue(self, request: Request) -> None:
         processed = request.state.processed
@@ -153,25 +164,25 @@ class EngineCore:
     def step(self) -> None:
         """Launches the next step, then takes in the one before it."""
         self._feed_backlog()
+        before = self._in_flight
         try:
             plan = self.scheduler.schedule()
-            launched = self._runner.launch(plan) if plan is not None else None
+            self._in_flight = None if plan is None else (plan, self._runner.launch(plan))
         except Exception as error:
             self._recover(error)
             return
         if plan is not None:
             for seq in plan.admitted:
                 self._of_sequence[seq.seq_id][0].state.mark_scheduled(seq.num_cached_tokens)
-        before, before_plan = self._in_flight, self._in_flight_plan
-        self._in_flight, self._in_flight_plan = launched, plan
         if before is not None:
+            plan_before, launched = before
             try:
-                result = self._runner.fetch(before)
+                result = self._runner.fetch(launched)
             except Exception as error:
                 self._recover(error)
                 return
             self._failed_steps = 0
-            self._take(before_plan, result)
+            self._take(plan_before, result)
         if not self.has_work:
             self.scheduler.check_idle()
 
@@ -184,22 +195,32 @@ class EngineCore:
             if seq_id in self._of_sequence:
                 self._of_sequence[seq_id][0].state.add_prompt_logprobs(start + 1, _logprob_rows(rows))
         for seq, ids in self.scheduler.commit(plan, result.token_ids):
-            request, index = self._of_sequence[seq.seq_id]
             rows = result.logprobs.get(seq.seq_id)
-            event = request.state.append(index, ids, None if rows is None else _logprob_rows(rows))
-            if event is None:
-                continue
-            if event.finish_reason is not None:
-                # Ended by EOS or length, which the scheduler knows, or by a stop string, which it does not.
-                self.scheduler.finish(seq, event.finish_reason, event.stop_reason)
-                del self._of_sequence[seq.seq_id]
-                if request.state.finished:
-                    self._forget(request)
-            self._emit(request, [event])
+            self._append(seq, ids, None if rows is None else _logprob_rows(rows))
+
+    def _append(self, seq: Sequence, ids: list[int], logprobs: list[LogprobRow] | None) -> None:
+        if seq.seq_id not in self._of_sequence:
+            return
+        request, index = self._of_sequence[seq.seq_id]
+        try:
+            event = request.state.append(index, ids, logprobs)
+        except Exception as error:  # the text of one request is no reason to end the others
+            logger.exception("request %s failed", request.state.request_id)
+            self._fail(request, engine_error(error))
+            return
+        if event is None:
+            return
+        if event.finish_reason is not None:
+            # Ended by EOS or length, which the scheduler knows, or by a stop string, which it does not.
+            self.scheduler.finish(seq, event.finish_reason, event.stop_reason)
+            del self._of_sequence[seq.seq_id]
+            if request.state.finished:
+                self._forget(request)
+        self._emit(request, [event])
 
     def _recover(self, error: Exception) -> None:
         """A step failed, and with it went the donated state. Everything is computed again, once."""
-        self._in_flight = self._in_flight_plan = None
+        self._in_flight = None
         self._failed_steps += 1
         if self._failed_steps < _MAX_FAILED_STEPS:
             logger.exception("a step failed; rebuilding the KV pool and recomputing", exc_info=error)
@@ -208,12 +229,15 @@ class EngineCore:
             logger.error("%d steps failed in a row; failing all requests", self._failed_steps, exc_info=error)
             self._failed_steps = 0
             self.scheduler.fail_all()
-            for request in list(self._requests.values()):
-                failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
-                failure.__cause__ = error
-                self._fail(request, failure)
-            self._backlog.clear()
+            self.fail_all(error)
         self._runner.reset_state()
+
+
+def engine_error(cause: BaseException) -> EngineError:
+    """What the callers see when `cause` ended their work: an object of its own for each of them."""
+    error = EngineError(f"the engine failed: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
 
 
 def _logprob_rows(rows: LogprobRows) -> list[LogprobRow]:

@@ -124,6 +124,7 @@ class Runner:
         self.buckets = make_buckets(self.config, min_decode_rows=2 if cpu and dtype == "bfloat16" else 1)
         self._executables = Executables(self._lower, config.compilation_cache_dir)
         self._size_pool(config)
+        self._make_state = jax.jit(self._init_state)  # kept, so that a state lost to a fault costs no compilation
         self.state: DeviceState | None = None
         # XLA's CPU client runs a program whose inputs are not ready yet on one of its own worker threads,
         # which then lacks in the matrix products: on two cores a step takes 1.7x as long. So on CPUs a step
@@ -164,7 +165,7 @@ class Runner:
         """An empty pool and empty slots, in place of whatever there was."""
         self._delete_state()
         with jax.default_device(self.device):
-            self.state = jax.jit(self._init_state)()
+            self.state = self._make_state()
 
     def _delete_state(self) -> None:
         if self.state is not None:
@@ -327,6 +328,7 @@ class Runner:
         """Frees the state's device memory and forgets the parameters."""
         self._delete_state()
         self._executables.clear()
+        self._last_output = None
         self._weights = None  # type: ignore[assignment]
 
 
