@@ -189,7 +189,7 @@ class Scheduler:
                 prefills.append(self._prefill(seq, chunk))
                 budget -= self._cost(chunk)
         admitted: list[Sequence] = []
-        if self._waiting and self.num_preemptions == preemptions:
+        if self._waiting and self._free_slots and self.num_preemptions == preemptions:
             self._admit(decodes, prefills, admitted, budget)
         if not decodes and not prefills:
             return None
@@ -366,11 +366,11 @@ class Scheduler:
                budget: int) -> None:
         """Starts waiting sequences, in order, while slots and budget last.
 
-        One starts only when pages for all its known tokens are there beside those that the running ones
-        still need for theirs; else it would hold pages that nobody can use and be preempted soon.
-        One that lacks pages lets others pass, see MAX_OVERTAKES.
+        One starts only when there are pages for all its known tokens, beside one more for each running
+        sequence to grow into; else it would soon be preempted, its prefill in vain. One that lacks pages
+        lets others pass, see MAX_OVERTAKES.
         """
-        free = self.pool.num_free - sum(self._missing_pages(seq) for seq in self._running)
+        free = self.pool.num_free - len(self._running)
         passed: list[Sequence] = []
         for seq in self._waiting.window():
             if not self._free_slots or budget < self.config.query_block:
@@ -378,7 +378,7 @@ class Scheduler:
             if seq.num_sampled_in_flight:  # of an earlier life; the device gets all ids anew, so not yet
                 continue
             hit = self._lookup(seq)
-            needed = self._missing_pages(seq) - len(hit) + self.pool.num_unused(hit)
+            needed = self.pool.pages_for(len(seq.token_ids)) - len(hit) + self.pool.num_unused(hit)
             if needed > free:
                 passed.append(seq)
                 continue
@@ -386,7 +386,7 @@ class Scheduler:
                 return
             for other in passed:
                 other.overtaken += 1
-            free -= needed
+            free -= needed + 1  # now it is one of those that grow
             self._start(seq, hit)
             admitted.append(seq)
             if self._is_decode(seq):
@@ -398,9 +398,6 @@ class Scheduler:
                 self._make_room(seq, chunk, decodes)
                 prefills.append(self._prefill(seq, chunk))
                 budget -= self._cost(chunk)
-
-    def _missing_pages(self, seq: Sequence) -> int:
-        return self.pool.pages_for(min(seq.num_known, seq.max_len - 1)) - len(seq.pages)
 
     def _start(self, seq: Sequence, hit: list[int]) -> None:
         """Moves a waiting sequence into a slot, with the pages of its prefix hit."""
