@@ -492,14 +492,15 @@ def test_ids_after_a_stop_inside_a_launch_are_dropped(make_loop, make_seq):
 
 
 def test_ids_beyond_a_rows_own_number_are_ignored(make_loop, make_seq):
-    loop = make_loop(decode_steps=4, num_pages=3, page_size=4)
-    seq = make_seq(0, 3, max_tokens=6)
-    loop.add(seq)
-    loop.scheduler.commit(loop.scheduler.schedule(), {0: [1]})
-    loop.scheduler.commit(loop.scheduler.schedule(), {0: [2, 3, 4, 5]})
+    """The device runs all rows for decode_steps; one that has fewer pages brings ids of no worth."""
+    loop = make_loop(decode_steps=4, num_pages=6, page_size=4)
+    a, b = make_seq(0, 7, max_tokens=5), make_seq(1, 6, max_tokens=6)
+    loop.add(a, b)
+    loop.scheduler.commit(loop.scheduler.schedule(), {0: [1], 1: [1]})
     plan = loop.scheduler.schedule()
-    assert plan.rows[0].num_tokens == 1
-    assert loop.scheduler.commit(plan, {0: [6, 7, 8, 9]}) == [(seq, [6])]
+    assert [row.num_tokens for row in plan.rows] == [4, 2]
+    assert loop.scheduler.commit(plan, {0: [2, 3, 4, 5], 1: [2, 3, 4, 5]}) == [(a, [2, 3, 4, 5]), (b, [2, 3])]
+    assert b.num_sampled_in_flight == 0 and len(b.token_ids) == 9
 
 
 def test_when_pages_are_short_rows_get_fewer_tokens_and_nobody_is_preempted(make_loop, make_seq):
