@@ -4,9 +4,10 @@ Query rows are cut into blocks of one sequence each (one row for decode, `query_
 prefill). Blocks are sorted by the length of their context and worked off in tiles; a tile walks its
 contexts in steps of `KV_BLOCK` tokens with an online softmax (Milakov and Gimelshein, 2018; Dao et al.,
 2022), and a dynamic trip count: no padded context is gathered, and no shape depends on its length.
+First come the steps that every row of a block sees whole, without masks, then the ragged ones.
 
 A block's arithmetic never depends on the tile's other blocks: every block visits its own context in
-the same steps from its first token on, and steps beyond its end leave it as it is (times 1, plus 0).
+the same steps, and steps that are not its own leave it as it is.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ from jax import lax
 
 from kernels_pallas.api import AttentionBatch, AttentionSpec, token_rows
 
-# Measured on two Zen 5 cores, SmolLM2-135M heads: 64 tokens a step and up to 16 rows a tile move K/V at
-# 15-20 GB/s; 16 tokens a step halve that (loop overhead).
+# Measured on two Zen 5 cores with SmolLM2-135M's heads (3 kv heads of 64): a decode row's cost is reading K
+# and V, 15 to 20 GB/s here; half the step or a quarter of the tile loses a third to the loop's overhead, larger
+# ones lose as much to rows of unequal length. A prefill tile of 8 blocks runs its products on both cores.
 KV_BLOCK = 64
 DECODE_TILE = 16
-PREFILL_TILE = 4
+PREFILL_TILE = 8
 
-_MASKED = -1e30  # finite, so that a fully masked step cannot make inf - inf
+# A running maximum starts above what masked scores are set to: then exp(masked - maximum) is 0 even in a
+# step where a row sees nothing, and no inf - inf can occur.
+_MASKED = -1e30
+_LOWEST = -1e20
 
 
 @jax.tree_util.register_dataclass
@@ -76,8 +81,10 @@ def _from_storage(x: jax.Array, spec: AttentionSpec) -> jax.Array:
 
 
 def pool_spec(spec: AttentionSpec) -> dict[str, jax.ShapeDtypeStruct]:
-    shape = (spec.num_layers * spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
-    return {name: jax.ShapeDtypeStruct(shape, _storage_dtype(spec)) for name in ("k", "v")}
+    pages, K, N, D = spec.num_layers * spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim
+    # Keys lie transposed, so that both products of attention find their operands as XLA's matmul wants them.
+    return {"k": jax.ShapeDtypeStruct((pages, K, D, N), _storage_dtype(spec)),
+            "v": jax.ShapeDtypeStruct((pages, K, N, D), _storage_dtype(spec))}
 
 
 def _sort(tables, positions, kv_block_pages: int) -> _Blocks:
@@ -124,49 +131,71 @@ def _attend(q, pool, blocks: _Blocks, base, window, tile: int, spec: AttentionSp
     q, tables, positions = padded(q, 0), padded(blocks.tables, 0), padded(blocks.positions, -1)
     ends, firsts = padded(blocks.ends, 0), padded(blocks.firsts, 2**30)
     if window is None:
+        whole_steps = jnp.where(ends > 0, (firsts + 1) // kv_block, 0)   # seen by all of the block's rows
         first_steps = jnp.zeros_like(ends)
     else:
+        whole_steps = jnp.zeros_like(ends)
         first_steps = jnp.where(ends > 0, jnp.maximum(firsts - window + 1, 0) // kv_block, 0)
-    num_steps = -(-ends // kv_block) - first_steps           # [B]
+    ragged_starts = first_steps + whole_steps
+    ragged_steps = -(-ends // kv_block) - ragged_starts              # [B]
 
     def run_tile(t, out):
         def part(x):
             return lax.dynamic_slice_in_dim(x, t * tile, tile)
 
-        q_t, table_t, first_t = part(q), part(tables), part(first_steps)
-        pos_t = jnp.repeat(part(positions), G, axis=1)       # [I, R*G]
+        q_t, table_t, whole_t, ragged_t = part(q), part(tables), part(whole_steps), part(ragged_starts)
+        pos_t = jnp.repeat(part(positions), G, axis=1)               # [I, R*G]
 
-        def step(i, carry):
-            top, total, acc = carry                          # [I, K, RG, 1], same, [I, K, RG, D]
-            at_page = (first_t + i)[:, None] * kv_block_pages + jnp.arange(kv_block_pages)   # [I, pages]
+        def read(name, pages):
+            # One contiguous row a page: XLA copies it at full speed only when no shape or mask is fused in.
+            rows = pool[name].reshape(pool[name].shape[0], -1).at[pages.reshape(-1)].get(mode="promise_in_bounds")
+            rows = lax.optimization_barrier(rows).reshape(tile, kv_block_pages, *pool[name].shape[1:])
+            return _from_storage(rows, spec).astype(jnp.float32)
+
+        def step(at_step, carry, whole: bool):
+            """One KV step; at_step [I] or scalar is its index. `whole`: every query row sees all of it."""
+            top, total, acc = carry                                  # [I, K, RG, 1], same, [I, K, RG, D]
+            at_step = jnp.broadcast_to(at_step, (tile,))
+            at_page = at_step[:, None] * kv_block_pages + jnp.arange(kv_block_pages)         # [I, pages]
             at_page = jnp.minimum(at_page, table_t.shape[1] - 1)
             pages = jnp.take_along_axis(table_t, at_page, axis=1) + base
-            k, v = (_from_storage(pool[n][pages], spec).astype(jnp.float32) for n in ("k", "v"))  # [I, p, K, N, D]
+            k, v = read("k", pages), read("v", pages)                # [I, p, K, D, N], [I, p, K, N, D]
             # Pages stay a batch axis: merging them into one context axis would transpose K and V.
-            scores = jnp.einsum("ikqd,ipknd->ikqpn", q_t, k, preferred_element_type=jnp.float32)
+            scores = jnp.einsum("ikqd,ipkdn->ikqpn", q_t, k, preferred_element_type=jnp.float32)
             scores = scores.reshape(tile, K, R * G, kv_block)
             if spec.softcap is not None:
                 scores = spec.softcap * jnp.tanh(scores / spec.softcap)
-            at = (first_t + i)[:, None] * kv_block + jnp.arange(kv_block)                    # [I, n]
-            seen = at[:, None, :] <= pos_t[:, :, None]       # [I, RG, n]
-            if window is not None:
-                seen &= at[:, None, :] > pos_t[:, :, None] - window
-            scores = jnp.where(seen[:, None], scores, _MASKED)
+            if not whole:
+                at = at_step[:, None] * kv_block + jnp.arange(kv_block)                      # [I, n]
+                seen = at[:, None, :] <= pos_t[:, :, None]           # [I, RG, n]
+                if window is not None:
+                    seen &= at[:, None, :] > pos_t[:, :, None] - window
+                scores = jnp.where(seen[:, None], scores, _MASKED)
+                # Rows beyond the context may hold anything, NaN included, and 0 * NaN is NaN.
+                written = (at <= pos_t.max(axis=1, keepdims=True)).reshape(tile, kv_block_pages, 1, N, 1)
+                v = jnp.where(written, v, 0.0)
             new_top = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
-            weights = jnp.where(seen[:, None], jnp.exp(scores - new_top), 0.0)
+            weights = jnp.exp(scores - new_top)                      # exactly 0 where masked
             keep = jnp.exp(top - new_top)
-            # Rows beyond the context may hold anything, NaN included, and 0 * NaN is NaN.
-            written = (at <= pos_t.max(axis=1, keepdims=True)).reshape(tile, kv_block_pages, 1, N, 1)
-            v = jnp.where(written, v, 0.0)
             by_page = weights.reshape(tile, K, R * G, kv_block_pages, N)
             acc = acc * keep + jnp.einsum("ikqpn,ipknd->ikqd", by_page, v, preferred_element_type=jnp.float32)
             return new_top, total * keep + weights.sum(axis=-1, keepdims=True), acc
 
+        def whole_step(i, carry):
+            active = (i < whole_t)[:, None, None, None]
+            return jax.tree.map(lambda old, new: jnp.where(active, new, old), carry, step(i, carry, whole=True))
+
+        def ragged_step(i, carry):
+            return step(ragged_t + i, carry, whole=False)
+
         shape = (tile, K, R * G)
-        start = (jnp.full((*shape, 1), _MASKED, jnp.float32), jnp.zeros((*shape, 1), jnp.float32),
+        carry = (jnp.full((*shape, 1), _LOWEST, jnp.float32), jnp.zeros((*shape, 1), jnp.float32),
                  jnp.zeros((*shape, D), jnp.float32))
-        _, total, acc = lax.fori_loop(0, part(num_steps).max(), step, start)
-        return lax.dynamic_update_slice_in_dim(out, acc / jnp.maximum(total, 1e-30), t * tile, axis=0)
+        if window is None:
+            carry = lax.fori_loop(0, whole_t.max(), whole_step, carry)
+        _, total, acc = lax.fori_loop(0, part(ragged_steps).max(), ragged_step, carry)
+        result = jnp.where((pos_t >= 0)[:, None, :, None], acc / jnp.maximum(total, 1e-30), 0.0)
+        return lax.dynamic_update_slice_in_dim(out, result, t * tile, axis=0)
 
     num_tiles = -(-jnp.sum(ends > 0) // tile)
     out = lax.fori_loop(0, num_tiles, run_tile, jnp.zeros((B + pad, K, R * G, D), jnp.float32))
@@ -177,8 +206,9 @@ def _attend(q, pool, blocks: _Blocks, base, window, tile: int, spec: AttentionSp
 def paged_attention(q, k, v, pool, plan: Plan, *, layer, window, spec: AttentionSpec):
     T, H, D = q.shape
     base = (layer * spec.num_pages).astype(jnp.int32)
-    pool = {name: pool[name].at[base + plan.write_page, :, plan.write_offset].set(_to_storage(rows, spec))
-            for name, rows in (("k", k), ("v", v))}
+    page, offset = base + plan.write_page, plan.write_offset
+    pool = {"k": pool["k"].at[page, :, :, offset].set(_to_storage(k, spec)),
+            "v": pool["v"].at[page, :, offset].set(_to_storage(v, spec))}
     parts = []
     num_decode = 0 if plan.decode is None else plan.decode.ends.shape[0]
     if plan.decode is not None:
