@@ -20,11 +20,11 @@ from jax import lax
 
 from kernels_pallas.api import AttentionBatch, AttentionSpec, token_rows
 
-# Measured on two Zen 5 cores with SmolLM2-135M's heads (3 kv heads of 64): a decode row's cost is reading K
-# and V, 15 to 20 GB/s here; half the step or a quarter of the tile loses a third to the loop's overhead, larger
-# ones lose as much to rows of unequal length. A prefill tile of 8 blocks runs its products on both cores.
+# Measured on two Zen 5 cores with SmolLM2-135M's heads (3 kv heads of 64): a decode row's cost is reading K and
+# V, 13 to 19 GB/s here. Steps of 32 tokens lose a third to the loop's overhead; larger tiles lose more to rows
+# of unequal length than they gain. A prefill tile of 8 blocks runs its products on both cores.
 KV_BLOCK = 64
-DECODE_TILE = 16
+DECODE_TILE = 8
 PREFILL_TILE = 8
 
 # A running maximum starts above what masked scores are set to: then exp(masked - maximum) is 0 even in a
