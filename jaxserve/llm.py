@@ -146,7 +146,7 @@ class LLM:
                     "tools": tools, "chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs}
 
         def process(conversation: Messages, params: SamplingParams) -> ProcessedRequest:
-            return self._processor.process(self._chat_ids(conversation, **template), params)
+            return self.process_chat(conversation, params, **template)
 
         items, single = _listed_conversations(messages)
         return self._generate(items, single, process, sampling_params, sampling, use_tqdm)
@@ -180,6 +180,34 @@ class LLM:
                      **options: Any) -> AsyncGenerator[StreamEvent, None]:
         """As `astream`, for one conversation; options as for `chat`."""
         return self._astream(self._process_chat(messages, sampling_params, options))
+
+    # -- for servers: a request in steps, for callers that must not wait
+
+    def process(self, prompt: Prompt, params: SamplingParams) -> ProcessedRequest:
+        """Checks a request against the model and the engine. Raises RequestError."""
+        return self._processor.process(prompt, params)
+
+    def process_chat(self, messages: Messages, params: SamplingParams, **template: Any) -> ProcessedRequest:
+        """As `process`, for one conversation; `template` are the options of `chat` for rendering it."""
+        return self._processor.process(self.chat_token_ids(messages, **template), params)
+
+    def submit(self, processed: ProcessedRequest, on_event: Callable[[StreamEvent], None],
+               request_id: str | None = None) -> str:
+        """Starts a request and returns its id at once. `on_event` is called in the engine's thread, with the
+        request's errors too, and must not block. Raises EngineClosedError."""
+        return self._submit(processed, on_event, request_id=request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request within a step. No effect on one that has ended."""
+        self._thread.abort(request_id)
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """Calls `function` in the engine's thread, after what was submitted before. Raises EngineClosedError."""
+        self._thread.call_soon(function)
+
+    def on_end(self, function: Callable[[BaseException | None], None]) -> None:
+        """Calls `function` in the engine's thread when the engine has ended, with the fault if it was one."""
+        self._thread.on_end(function)
 
     # -- weights, cache, life cycle
 
@@ -253,10 +281,11 @@ class LLM:
                       options: dict[str, Any]) -> ProcessedRequest:
         template = {name: options.pop(name) for name in _TEMPLATE_OPTIONS if name in options}
         params = _one_params(sampling_params, options)
-        return self._processor.process(self._chat_ids(messages, **template), params)
+        return self.process_chat(messages, params, **template)
 
-    def _chat_ids(self, messages: Messages, *, chat_template_kwargs: Mapping[str, Any] | None = None,
-                  **template: Any) -> list[int]:
+    def chat_token_ids(self, messages: Messages, *, chat_template_kwargs: Mapping[str, Any] | None = None,
+                       **template: Any) -> list[int]:
+        """The prompt that a conversation makes; `template` are the options of `chat`. Raises RequestError."""
         if self.tokenizer is None:
             raise RequestError("the model has no tokenizer, so it cannot chat", "messages")
         variables = dict(chat_template_kwargs or {})

@@ -45,6 +45,7 @@ class EngineThread:
         self._wake = threading.Condition()
         self._closing = False
         self._fault: BaseException | None = None
+        self._ended: list[Callable[[BaseException | None], None]] = []
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
@@ -82,6 +83,15 @@ class EngineThread:
 
         self._post(_Task(run, lambda fault: future.set_exception(engine_error(fault))))
         return future.result()
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """Runs `function`, which must not raise, in the engine's thread after what was posted before. It is not run
+        if the thread fails first."""
+        self._post(_Task(function, lambda _: None))
+
+    def on_end(self, function: Callable[[BaseException | None], None]) -> None:
+        """Calls `function`, which must not raise, as the engine's thread ends, with the fault that ended it."""
+        self._ended.append(function)
 
     def close(self) -> None:
         """Aborts what runs, ends the thread and frees the engine. Twice is fine."""
@@ -146,4 +156,6 @@ class EngineThread:
                     task.refuse(fault)
                 self._core.fail_all(fault)
         finally:
+            for function in self._ended:
+                function(fault)
             self._on_close()

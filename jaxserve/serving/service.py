@@ -1,0 +1,499 @@
+"""The one engine as coroutines see it: what the HTTP and the gRPC face share.
+
+The engine's thread never waits for anything here. Its events go into an outbox that the event loop empties in
+one go, however many requests a step has served, and from there to a mailbox for each request. A mailbox holds
+at most one increment of each completion: what its reader has not fetched yet is merged. So a slow reader
+gets larger increments, and costs no more memory than the request's own output.
+
+Text work (tokens, chat templates) runs in worker threads. Everything else belongs to the event loop in which
+`start` was called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from jaxserve.config import ResolvedConfig
+from jaxserve.engine.processor import ProcessedRequest, Prompt
+from jaxserve.errors import EngineClosedError, JaxserveError, QueueFullError, RequestError
+from jaxserve.llm import LLM, Messages
+from jaxserve.outputs import FinishReason, PositionLogprobs, RequestOutput, StreamEvent
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_TEXT_THREADS = 2
+_SNAPSHOT_PATIENCE = 1.0  # seconds; a step that compiles takes longer, and then the last numbers are given
+
+
+class State(enum.Enum):
+    STARTING = "starting"  # until everything that a request needs is warm
+    READY = "ready"
+    DRAINING = "draining"  # what runs may end, nothing new is taken
+    FAILED = "failed"  # the engine has ended
+
+
+class UnavailableError(JaxserveError):
+    """The service takes no requests: it is starting, draining or has failed."""
+
+
+class DuplicateRequestError(RequestError):
+    """A request of this id is running."""
+
+
+class DeadlineExceededError(JaxserveError):
+    """The request's deadline came before its end; it has been aborted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceLimits:
+    """What is refused with QueueFullError. A request waits from its arrival until its first token.
+
+    Attributes:
+        max_waiting_requests: most requests that wait, with those being prefilled. None: only the engine's own
+            bound (its option of the same name) counts.
+        max_waiting_tokens: most prompt tokens of all requests that wait. One request alone may have more.
+    """
+
+    max_waiting_requests: int | None = None
+    max_waiting_tokens: int = 1 << 20
+
+
+class Observer(Protocol):
+    """Watches a service, for metrics. Called in the event loop; must be quick and must not raise."""
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused: "queue_full", "unavailable", "invalid"."""
+
+    def increment(self, stream: RequestStream, event: StreamEvent, at: float) -> None:
+        """The engine made an increment of a completion, at `at` (time.perf_counter)."""
+
+    def finished(self, stream: RequestStream, output: RequestOutput, at: float) -> None:
+        """A request has ended; if it was aborted, `stream.abort_cause` says by whom."""
+
+
+class RequestStream:
+    """A running request: an asynchronous iterator over its StreamEvents, for one reader.
+
+    The last event carries the whole output. Iterating raises the request's error if it fails, and
+    DeadlineExceededError. Use it as a context manager: leaving aborts what has not ended. So does cancelling
+    the task that waits for an event.
+
+    Attributes:
+        request_id: the engine's id of it.
+        processed: the checked request.
+        arrival, first_event, last_event: time.perf_counter() of these moments; None until they were.
+        abort_cause: "client", "abort", "deadline" or "drain" once aborted.
+    """
+
+    def __init__(self, service: Service, request_id: str):
+        self.request_id = request_id
+        self.processed: ProcessedRequest
+        self.arrival = time.perf_counter()
+        self.first_event: float | None = None
+        self.last_event: float | None = None
+        self.abort_cause: str | None = None
+        self._service = service
+        self._mailbox: dict[int, _Increment] = {}
+        self._wake = asyncio.Event()
+        self._admitted = False
+        self._let_go = False  # by the engine: there is nothing more to come
+        self._read = False  # to the end, by the reader
+        self._deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.processed.prompt_token_ids
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        if self._read:
+            raise StopAsyncIteration
+        while not self._mailbox:
+            if self.abort_cause == "deadline":
+                self._read = True
+                raise DeadlineExceededError("the deadline came before the end of the request")
+            await self._woken()
+        index = next(iter(self._mailbox))
+        event = self._mailbox.pop(index).event(index)
+        if event.output is not None:
+            self._read = True
+            if event.output.error is not None:
+                raise event.output.error
+            if self.abort_cause == "deadline":
+                raise DeadlineExceededError("the deadline came before the end of the request")
+        return event
+
+    async def aclose(self) -> None:
+        """Aborts the request unless it has ended. It gives nothing more."""
+        self._close()
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._read = True
+        self._mailbox.clear()
+        self._abort("client")
+
+    def _abort(self, cause: str) -> None:
+        if not self._let_go and self.abort_cause is None:
+            self.abort_cause = cause
+            self._service._llm.abort(self.request_id)
+
+    async def _woken(self) -> None:
+        self._wake.clear()
+        try:
+            await self._wake.wait()
+        except asyncio.CancelledError:
+            self._close()
+            raise
+
+    async def _admission(self) -> None:
+        """Waits until the engine has taken the request. Raises its reason if it has not."""
+        while not self._admitted and not self._let_go:
+            await self._woken()
+        for increment in self._mailbox.values():
+            if increment.output is not None and increment.output.error is not None and self.first_event is None:
+                self._read = True
+                raise increment.output.error
+
+    def _expire(self) -> None:
+        self._abort("deadline")
+        self._wake.set()
+
+    def _put(self, event: StreamEvent, at: float) -> None:
+        if event.token_ids:
+            self.first_event = self.first_event or at
+            self.last_event = at
+        if event.output is not None:
+            self._let_go = True
+            if self._deadline is not None:
+                self._deadline.cancel()
+        if not self._read:
+            increment = self._mailbox.pop(event.index, None) or _Increment()
+            increment.add(event)
+            self._mailbox[event.index] = increment  # at the end: the event with the output has to be the last
+            self._wake.set()
+
+
+class _Increment:
+    """Events of one completion, merged."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[PositionLogprobs] | None = None
+        self._finish_reason: FinishReason | None = None
+        self._stop_reason: int | str | None = None
+        self.output: RequestOutput | None = None
+
+    def add(self, event: StreamEvent) -> None:
+        self._texts.append(event.text)
+        self._token_ids += event.token_ids
+        if event.logprobs is not None:
+            self._logprobs = (self._logprobs or []) + event.logprobs
+        self._finish_reason, self._stop_reason, self.output = event.finish_reason, event.stop_reason, event.output
+
+    def event(self, index: int) -> StreamEvent:
+        return StreamEvent(index, "".join(self._texts), self._token_ids, self._logprobs, self._finish_reason,
+                           self._stop_reason, self.output)
+
+
+class Service:
+    """An engine and who may use it now.
+
+    Args:
+        llm: the engine; the caller closes it, after `drain`.
+        model_name: what clients call the model.
+    """
+
+    def __init__(self, llm: LLM, *, model_name: str, limits: ServiceLimits | None = None,
+                 observer: Observer | None = None):
+        self.model_name = model_name
+        self.created = int(time.time())
+        self._llm = llm
+        self._limits = limits or ServiceLimits()
+        self._observer = observer
+        self._state = State.STARTING
+        self._listeners: list[Callable[[State], None]] = []
+        self._loop: asyncio.AbstractEventLoop
+        self._text_pool = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="jaxserve-text")
+        self._streams: dict[str, RequestStream] = {}  # until the engine has let go of them
+        self._waiting: dict[str, int] = {}  # request id -> prompt tokens, 0 while they are being made
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._outbox: deque[tuple[RequestStream, StreamEvent | None, float]] = deque()
+        self._collecting = False
+        self._snapshot: dict[str, Any] = {}
+        self._snapshot_task: asyncio.Task[dict[str, Any]] | None = None
+
+    # -- life cycle
+
+    async def start(self) -> None:
+        """Runs what a request runs once, so that no client waits for imports or compilations; then the service
+        is ready. Faces may serve before, and refuse.
+
+        Raises:
+            EngineError: the first token could not be made.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._llm.on_end(self._engine_ended)
+        await self.run_text(self._warm_up)
+        self._snapshot = await asyncio.to_thread(self._llm.metrics)
+        if self._state is State.STARTING:
+            self._set_state(State.READY)
+
+    def _warm_up(self) -> None:
+        if self.tokenizer is not None and self.tokenizer.chat_templates:
+            with contextlib.suppress(RequestError):  # a template that refuses this message is no fault
+                self.tokenizer.render_chat([{"role": "user", "content": "Hello"}])
+        self._llm.generate([0], SamplingParams(max_tokens=1), use_tqdm=False)
+        self._llm.reset_prefix_cache()
+
+    async def drain(self, grace: float) -> bool:
+        """Takes no more requests and waits for those that run; after `grace` seconds they are aborted. Whether all
+        ended by themselves."""
+        if self._state is not State.FAILED:
+            self._set_state(State.DRAINING)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace)
+            return True
+        logger.warning("aborting %d requests that have not ended within %g s", len(self._streams), grace)
+        for stream in list(self._streams.values()):
+            stream._abort("drain")
+        if self._state is not State.FAILED:
+            await self._idle.wait()
+        return False
+
+    def close(self) -> None:
+        """Ends the worker threads."""
+        self._text_pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def add_listener(self, on_state: Callable[[State], None]) -> None:
+        """Calls `on_state` in the event loop with the state, now and whenever it changes."""
+        self._listeners.append(on_state)
+        on_state(self._state)
+
+    def _set_state(self, state: State) -> None:
+        if state is not self._state:
+            logger.info("service: %s", state.value)
+            self._state = state
+            for listener in self._listeners:
+                listener(state)
+
+    def _engine_ended(self, fault: BaseException | None) -> None:  # in the engine's thread
+        with contextlib.suppress(RuntimeError):  # the loop has closed: so has the service
+            self._loop.call_soon_threadsafe(self._set_state, State.FAILED)
+
+    # -- requests
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None,
+                       deadline: float | None = None) -> RequestStream:
+        """Starts a request and returns when the engine has taken it.
+
+        Args:
+            prompt: see LLM.stream.
+            request_id: default: a new one.
+            deadline: seconds from now, after which the request is aborted.
+
+        Raises:
+            RequestError: the request is invalid (DuplicateRequestError: its id is in use).
+            QueueFullError: too much is waiting; try again later.
+            UnavailableError, EngineError: the service takes no requests.
+        """
+        return await self._start(lambda: self._llm.process(prompt, params), request_id, deadline)
+
+    async def chat(self, messages: Messages, params: SamplingParams, *, template: Mapping[str, Any] | None = None,
+                   request_id: str | None = None, deadline: float | None = None) -> RequestStream:
+        """As `generate`, for a conversation. `template`: the options of LLM.chat for rendering it."""
+        return await self._start(lambda: self._llm.process_chat(messages, params, **(template or {})), request_id,
+                                 deadline)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request; its stream gets an event with "abort". False if no such request runs."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return False
+        stream._abort("abort")
+        return True
+
+    async def _start(self, process: Callable[[], ProcessedRequest], request_id: str | None,
+                     deadline: float | None) -> RequestStream:
+        request_id = request_id or uuid.uuid4().hex
+        try:
+            self._check_admission(request_id)
+            stream = RequestStream(self, request_id)
+            self._waiting[request_id] = 0
+            try:
+                if deadline is None:
+                    stream.processed = await self.run_text(process)
+                else:
+                    stream.processed = await asyncio.wait_for(self.run_text(process), max(deadline, 0))
+                self._check_tokens(len(stream.prompt_token_ids))
+                self._check_state()  # it may have changed meanwhile
+                self._submit(stream, deadline)
+            except BaseException:
+                stream._let_go = True
+                self._waiting.pop(request_id, None)
+                raise
+            await stream._admission()
+        except TimeoutError:
+            raise DeadlineExceededError("the deadline came before the request began") from None
+        except JaxserveError as error:
+            if self._observer is not None:
+                self._observer.rejected("invalid" if isinstance(error, RequestError) else
+                                        "queue_full" if isinstance(error, QueueFullError) else "unavailable")
+            raise
+        return stream
+
+    def _check_state(self) -> None:
+        if self._state is not State.READY:
+            raise UnavailableError(f"the service is {self._state.value}")
+
+    def _check_admission(self, request_id: str) -> None:
+        self._check_state()
+        if request_id in self._streams or request_id in self._waiting:
+            raise DuplicateRequestError(f"a request with the id {request_id!r} is running; use another id",
+                                        "request_id")
+        limit = self._limits.max_waiting_requests
+        if limit is not None and len(self._waiting) >= limit:
+            raise QueueFullError(f"{len(self._waiting)} requests are waiting, the limit is {limit}; try again later")
+
+    def _check_tokens(self, num_tokens: int) -> None:
+        waiting, limit = self.num_waiting_tokens, self._limits.max_waiting_tokens
+        if waiting and waiting + num_tokens > limit:
+            raise QueueFullError(f"requests with {waiting} prompt tokens wait, and with the {num_tokens} of this "
+                                 f"one they are above the limit of {limit}; try again later")
+
+    def _submit(self, stream: RequestStream, deadline: float | None) -> None:
+        request_id = stream.request_id
+        self._waiting[request_id] = len(stream.prompt_token_ids)
+        self._streams[request_id] = stream
+        self._idle.clear()
+        try:
+            self._llm.submit(stream.processed, lambda event: self._collect(stream, event), request_id=request_id)
+            self._llm.call_soon(lambda: self._collect(stream, None))
+        except EngineClosedError:
+            self._forget(stream)
+            raise
+        if deadline is not None:
+            left = max(stream.arrival + deadline - time.perf_counter(), 0)
+            stream._deadline = self._loop.call_later(left, stream._expire)
+
+    def _forget(self, stream: RequestStream) -> None:
+        self._waiting.pop(stream.request_id, None)
+        self._streams.pop(stream.request_id, None)
+        if not self._streams:
+            self._idle.set()
+
+    def _collect(self, stream: RequestStream, event: StreamEvent | None) -> None:  # in the engine's thread
+        """`event` None: the engine has taken the request."""
+        self._outbox.append((stream, event, time.perf_counter()))
+        # `_deliver` clears the flag before it looks into the outbox, so what is appended is always seen.
+        if not self._collecting:
+            self._collecting = True
+            with contextlib.suppress(RuntimeError):  # the loop has closed, so nobody waits any more
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._collecting = False
+        while self._outbox:
+            stream, event, at = self._outbox.popleft()
+            if event is None:
+                stream._admitted = True
+                stream._wake.set()
+                continue
+            if event.token_ids:
+                self._waiting.pop(stream.request_id, None)
+                if self._observer is not None:
+                    self._observer.increment(stream, event, at)
+            stream._put(event, at)
+            if event.output is not None:
+                self._forget(stream)
+                refused = isinstance(event.output.error, RequestError | QueueFullError)  # `_start` counts it
+                if self._observer is not None and not refused:
+                    self._observer.finished(stream, event.output, at)
+
+    # -- text
+
+    async def run_text(self, function: Callable[[], T]) -> T:
+        """Runs work on text in a worker thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._text_pool, function)
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises RequestError: there is no tokenizer, or the text is no valid Unicode."""
+        return await self.run_text(lambda: self._need_tokenizer().encode(text, add_special_tokens))
+
+    async def tokenize_chat(self, messages: Messages, template: Mapping[str, Any] | None = None) -> list[int]:
+        """The prompt's ids of a conversation. Raises RequestError."""
+        return await self.run_text(lambda: self._llm.chat_token_ids(messages, **(template or {})))
+
+    async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Raises RequestError: there is no tokenizer."""
+        return await self.run_text(lambda: self._need_tokenizer().decode(ids, skip_special_tokens))
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("the model has no tokenizer; send token ids", "prompt")
+        return self.tokenizer
+
+    # -- facts
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._llm.tokenizer
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """The engine's limits."""
+        return self._llm.config
+
+    @property
+    def num_active(self) -> int:
+        """Requests that the engine has not let go of."""
+        return len(self._streams)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a token so far."""
+        return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Their prompt tokens."""
+        return sum(self._waiting.values())
+
+    async def engine_metrics(self) -> dict[str, Any]:
+        """`LLM.metrics`. While a step takes long (it compiles) or after the engine has ended, the last known."""
+        if self._snapshot_task is None and self._state is not State.STARTING:
+            self._snapshot_task = asyncio.create_task(asyncio.to_thread(self._llm.metrics))
+        task = self._snapshot_task
+        if task is not None:
+            with contextlib.suppress(TimeoutError, EngineClosedError):
+                self._snapshot = await asyncio.wait_for(asyncio.shield(task), _SNAPSHOT_PATIENCE)
+            if task.done():
+                self._snapshot_task = None
+        return self._snapshot
