@@ -25,8 +25,11 @@ from jaxserve.engine.output_builder import RequestState
 from jaxserve.engine.processor import ProcessedRequest, Processor, Prompt, eos_token_ids
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError, EngineClosedError, RequestError
+from jaxserve.models.params import DecoderParams
 from jaxserve.outputs import CompletionOutput, RequestOutput, StreamEvent
-from jaxserve.runtime.runner import Runner, resolve_dtype, resolve_max_model_len
+from jaxserve.runtime.executables import Executables
+from jaxserve.runtime.planning import plan_engine, resolve_dtype
+from jaxserve.runtime.runner import Runner
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.weights.arrays import params_from_arrays
 from jaxserve.weights.source import ModelSource, memory_model, open_model
@@ -68,8 +71,13 @@ class LLM:
         started = time.perf_counter()
         source = self._source = _open_source(model, config, params, name_map, tokenizer, engine_config.max_model_len)
         device = jax.devices()[0]
-        resolve_max_model_len(engine_config.max_model_len, source.spec)
         self._dtype = resolve_dtype(engine_config.dtype, source.dtype, device)
+        self.tokenizer = source.tokenizer
+        valid_vocab = source.spec.vocab_size if self.tokenizer is None else self.tokenizer.vocab_size
+        on_device = isinstance(params, DecoderParams) and isinstance(params.embed, jax.Array)
+        plan = plan_engine(source.spec, self._dtype, engine_config, valid_vocab, device, weights_loaded=on_device)
+        self.config: ResolvedConfig = plan.config
+        executables = Executables(plan.lower, engine_config.compilation_cache_dir)
         opened = time.perf_counter()
         sharding = jax.sharding.SingleDeviceSharding(device)
         if params is None:
@@ -78,12 +86,9 @@ class LLM:
             placed = params_from_arrays(params, source.spec, source.name_map, name_map, self._dtype, sharding)
         loaded = time.perf_counter()
 
-        self.tokenizer = source.tokenizer
-        valid_vocab = source.spec.vocab_size if self.tokenizer is None else self.tokenizer.vocab_size
-        runner = self._runner = Runner(source.spec, placed, engine_config, valid_vocab, device)
-        self.config: ResolvedConfig = runner.config
+        runner = self._runner = Runner(plan, placed, executables)
         eos = eos_token_ids(self.tokenizer, source.generation_config, source.config, source.spec.vocab_size)
-        self._processor = Processor(self.tokenizer, runner.config, eos,
+        self._processor = Processor(self.tokenizer, plan.config, eos,
                                     source.generation_config if engine_config.use_generation_config else {},
                                     engine_config.seed)
         self._texts = None if self.tokenizer is None else TokenTexts(self.tokenizer)
@@ -93,7 +98,7 @@ class LLM:
         runner.reset_state()
         if eager:
             runner.mark_warm()
-        self._core = EngineCore(Scheduler(runner.config), runner)
+        self._core = EngineCore(Scheduler(plan.config), runner)
         self._thread = EngineThread(self._core, on_close=runner.close)
         # The engine's thread knows nothing of this object, so dropping the last reference ends it.
         self._finalizer = weakref.finalize(self, self._thread.close)
@@ -450,7 +455,7 @@ def _open_source(model: str | PathLike[str] | None, config: Mapping[str, Any] | 
 def _compile_all(runner: Runner) -> None:
     from tqdm.auto import tqdm
 
-    with tqdm(total=len(runner.buckets) + 1, desc="Compiling", unit="program", leave=False) as bar:
+    with tqdm(total=len(runner.plan.programs), desc="Compiling", unit="program", leave=False) as bar:
         def on_done(_: Any) -> None:
             bar.update(1)
 

@@ -11,9 +11,8 @@ from jaxserve.cli.options import SectionedCommand, given, options_of
 from jaxserve.config import EngineConfig
 
 if TYPE_CHECKING:
-    from jaxserve.models.params import DecoderParams
     from jaxserve.models.spec import DecoderSpec
-    from jaxserve.runtime.runner import Runner
+    from jaxserve.runtime.programs import EnginePlan
 
 Facts = dict[str, str]
 
@@ -52,25 +51,16 @@ def _system() -> Facts:
 def _model(model: str, config: EngineConfig) -> dict[str, Facts]:
     import jax
 
-    from jaxserve.models.params import abstract_params
-    from jaxserve.runtime.runner import Runner, resolve_dtype
+    from jaxserve.runtime.planning import plan_engine, resolve_dtype
     from jaxserve.weights.source import open_model
 
     source, device = open_model(model, config.max_model_len), jax.devices()[0]
-    params = abstract_params(source.spec, resolve_dtype(config.dtype, source.dtype, device))
-
-    def plan(params: DecoderParams) -> tuple[()]:
-        planned.append(Runner(source.spec, params, config, source.spec.vocab_size, device))
-        return ()
-
-    planned: list[Runner] = []
-    jax.eval_shape(plan, params)  # a runner whose parameters are only shapes
-    leaves = jax.tree.leaves(params)
-    weights = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    count = sum(math.prod(leaf.shape) for leaf in leaves)
+    plan = plan_engine(source.spec, resolve_dtype(config.dtype, source.dtype, device), config, source.spec.vocab_size,
+                       device)
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(plan.params))
     return {
         "Model": {"model": source.description, **_shape(source.spec), "parameters": f"{count / 1e6:,.0f} million"},
-        "Engine": _engine(planned[0], str(params.embed.dtype), weights),
+        "Engine": _engine(plan),
     }
 
 
@@ -87,19 +77,19 @@ def _shape(spec: DecoderSpec) -> Facts:
     }
 
 
-def _engine(runner: Runner, dtype: str, weights: int) -> Facts:
-    config = runner.config
+def _engine(plan: EnginePlan) -> Facts:
+    config = plan.config
     tokens = (config.num_pages - 1) * config.page_size
     full_length = tokens // config.max_model_len
     return {
-        "dtype": dtype,
+        "dtype": plan.step.attention.dtype,
         "max_model_len": f"{config.max_model_len:,}",
         "max_num_seqs": str(config.max_num_seqs),
         "max_num_batched_tokens": str(config.max_num_batched_tokens),
-        "weights": _size(weights),
-        "KV pool": f"{_size(runner.pool_bytes)}: {config.num_pages:,} pages of {config.page_size} tokens, "
+        "weights": _size(plan.weights_bytes),
+        "KV pool": f"{_size(plan.pool_bytes)}: {config.num_pages:,} pages of {config.page_size} tokens, "
                    f"{full_length} sequences of full length",
-        "compiled shapes": f"{len(runner.buckets)}: {', '.join(map(str, runner.buckets))}",
+        "compiled shapes": f"{len(plan.buckets)}: {', '.join(map(str, plan.buckets))}",
     }
 
 

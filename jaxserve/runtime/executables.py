@@ -7,17 +7,16 @@ use it to show that none happens after warm-up.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any
 
 import jax
-import platformdirs
+
+from jaxserve.runtime.compilation_cache import cache_in_force, cache_settings
 
 logger = logging.getLogger(__name__)
 
@@ -39,44 +38,20 @@ def compilations() -> int:
     return _compilations
 
 
-@contextlib.contextmanager
-def persistent_cache(directory: str | None) -> Iterator[None]:
-    """Keeps what is compiled inside in `directory`, small and quick programs too.
-
-    Args:
-        directory: None: the user's cache directory, unless jax has one configured already; "": no cache
-            of ours.
-    """
-    if directory == "":
-        yield
-        return
-    if directory is not None or jax.config.jax_compilation_cache_dir is None:
-        path = Path(directory) if directory else Path(platformdirs.user_cache_dir("jaxserve")) / "xla"
-        path.mkdir(parents=True, exist_ok=True)
-        if jax.config.jax_compilation_cache_dir != str(path):
-            jax.config.update("jax_compilation_cache_dir", str(path))
-    saved = (jax.config.jax_persistent_cache_min_compile_time_secs,
-             jax.config.jax_persistent_cache_min_entry_size_bytes)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", saved[0])
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", saved[1])
-
-
 class Executables:
-    """The compiled programs of one engine, by key.
+    """The compiled programs of one engine, by key. One thread at a time uses it.
 
     Args:
         lower: traces and lowers the program of a key.
-        cache_dir: see `persistent_cache`.
+        cache_dir: see `cache_settings`.
+
+    Raises:
+        ConfigError: `cache_dir` cannot be made.
     """
 
-    def __init__(self, lower: Callable[[Hashable], jax.stages.Lowered], cache_dir: str | None):
+    def __init__(self, lower: Callable[[Any], jax.stages.Lowered], cache_dir: str | None):
         self._lower = lower
-        self._cache_dir = cache_dir
+        self._cache_settings = cache_settings(cache_dir)
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
         self.seconds: dict[Hashable, float] = {}
 
@@ -96,28 +71,29 @@ class Executables:
         return compiled
 
     def compile_all(self, keys: Iterable[Hashable], on_done: Callable[[Hashable], None] | None = None) -> None:
-        """Compiles the programs of `keys` that are missing; XLA compiles without holding Python's lock."""
-        missing = [key for key in keys if key not in self._compiled]
+        """Compiles the programs of `keys` that are missing; XLA compiles without holding Python's lock.
+
+        Raises:
+            Exception: the first failure to lower or compile one; those that were compiled stay.
+        """
+        missing = [key for key in dict.fromkeys(keys) if key not in self._compiled]
         if not missing:
             return
 
-        def compile_one(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, float]:
-            start = time.perf_counter()
-            compiled = lowered.compile()
-            return compiled, time.perf_counter() - start
+        def compile_one(key: Hashable, lowered: jax.stages.Lowered, lower_seconds: float) -> Hashable:
+            started = time.perf_counter()
+            self._compiled[key] = lowered.compile()
+            self.seconds[key] = lower_seconds + time.perf_counter() - started
+            return key
 
-        with persistent_cache(self._cache_dir), ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
-            started = {}
-            futures = {}
+        with cache_in_force(self._cache_settings), ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
+            futures = []
             for key in missing:  # tracing is Python and stays in this thread
-                started[key] = time.perf_counter()
+                started = time.perf_counter()
                 lowered = self._lower(key)
-                started[key] = time.perf_counter() - started[key]
-                futures[pool.submit(compile_one, lowered)] = key
+                futures.append(pool.submit(compile_one, key, lowered, time.perf_counter() - started))
             for future in as_completed(futures):
-                key = futures[future]
-                self._compiled[key], seconds = future.result()
-                self.seconds[key] = started[key] + seconds
+                key = future.result()
                 if on_done is not None:
                     on_done(key)
 

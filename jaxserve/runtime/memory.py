@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import logging
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 
-import kernels_pallas as kernels
 from jaxserve.config import CPU_POOL_LIMIT_BYTES, EngineConfig
-from jaxserve.errors import OutOfMemoryError
-
-logger = logging.getLogger(__name__)
+from jaxserve.errors import ConfigError, OutOfMemoryError
 
 # Left free on an accelerator beside weights, pool and the largest step's temporaries: the runtime's own
 # buffers, executables and fragmentation.
 _ACCELERATOR_MARGIN = 0.03
+
+# Where the system does not say how much RAM it has (Windows), a small machine is assumed.
+_ASSUMED_RAM = 4 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,38 +28,20 @@ class PoolSize:
     reason: str
 
 
-def available_ram() -> int:
-    """Bytes of RAM that can be taken without swapping; bounded by the control group where there is one."""
-    available = None
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    if available is None:
-        raise OSError("no MemAvailable in /proc/meminfo")
-    try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
-            limit_text = limit.read().strip()
-            if limit_text != "max":
-                available = min(available, int(limit_text) - int(current.read()))
-    except (OSError, ValueError):
-        pass  # no control group, or of version 1
-    return max(available, 0)
-
-
-def size_pool(config: EngineConfig, page_bytes: int, page_size: int, max_model_len: int, max_num_seqs: int,
-              device: jax.Device, step_temp_bytes: int) -> PoolSize:
+def size_pool(config: EngineConfig, *, page_bytes: int, page_size: int, max_model_len: int, max_num_seqs: int,
+              device: jax.Device, weights_bytes: int, step_temp_bytes: Callable[[], int]) -> PoolSize:
     """Decides the number of pages.
 
     Args:
         page_bytes: K and V of one page in all layers.
-        step_temp_bytes: temporaries of the largest compiled step (accelerators).
+        weights_bytes: of weights that have yet to be loaded.
+        step_temp_bytes: gives the temporaries of the largest compiled step; called for accelerators only.
 
     Raises:
         OutOfMemoryError: less than one sequence of max_model_len tokens would fit, with the numbers.
+        ConfigError: the accelerator does not say how much memory it has, and the pool's size is not set by hand.
     """
     per_seq = -(-max_model_len // page_size)
-    useful = per_seq * max_num_seqs + 1
     if config.num_pages is not None:
         # A hand-set pool may be smaller than a full-length sequence; admission then refuses what cannot fit.
         if config.num_pages < 2:
@@ -66,26 +50,84 @@ def size_pool(config: EngineConfig, page_bytes: int, page_size: int, max_model_l
     if config.kv_cache_memory_bytes is not None:
         budget, reason = config.kv_cache_memory_bytes, "set by kv_cache_memory_bytes"
     elif device.platform == "cpu":
-        free = available_ram()
-        budget = min(int(free * config.kv_cache_memory_fraction), CPU_POOL_LIMIT_BYTES)
-        reason = (f"{config.kv_cache_memory_fraction:.0%} of {free / 2**30:.1f} GiB free RAM, at most "
-                  f"{CPU_POOL_LIMIT_BYTES / 2**30:.0f} GiB")
+        budget, reason = _cpu_budget(config.kv_cache_memory_fraction, weights_bytes)
     else:
-        stats = device.memory_stats() or {}
-        limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
-        budget = int(limit * (1 - _ACCELERATOR_MARGIN)) - used - step_temp_bytes
-        reason = (f"device limit {limit / 2**30:.1f} GiB less {used / 2**30:.1f} in use, "
-                  f"{step_temp_bytes / 2**30:.2f} for the largest step and {_ACCELERATOR_MARGIN:.0%} margin")
-    pages = min(budget // page_bytes, useful)
+        budget, reason = _accelerator_budget(device, weights_bytes, step_temp_bytes)
+    pages = min(budget // page_bytes, per_seq * max_num_seqs + 1)
     if pages < per_seq + 1:
         raise OutOfMemoryError(
             f"the KV pool would hold {max(pages, 0)} pages of {page_size} tokens ({reason}), but one sequence of "
             f"max_model_len={max_model_len} tokens needs {per_seq} and page 0 is reserved "
             f"({(per_seq + 1) * page_bytes / 2**20:.0f} MiB); lower max_model_len or give the pool more memory "
             f"(kv_cache_memory_bytes, kv_cache_memory_fraction)")
-    return PoolSize(num_pages=int(pages), reason=reason)
+    return PoolSize(num_pages=pages, reason=reason)
 
 
-def page_bytes(spec: kernels.AttentionSpec) -> int:
-    """Bytes of one page in all layers, K and V."""
-    return spec.pool_bytes // spec.num_pages
+def _cpu_budget(fraction: float, weights_bytes: int) -> tuple[int, str]:
+    free = available_ram()
+    budget = min(int((free - weights_bytes) * fraction), CPU_POOL_LIMIT_BYTES)
+    less = f" less {_gib(weights_bytes)} of weights" if weights_bytes else ""
+    return budget, f"{fraction:.0%} of {_gib(free)} free RAM{less}, at most {_gib(CPU_POOL_LIMIT_BYTES)}"
+
+
+def _accelerator_budget(device: jax.Device, weights_bytes: int, step_temp_bytes: Callable[[], int]) -> tuple[int, str]:
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise ConfigError(f"{device.device_kind} does not say how much memory it has; set num_pages or "
+                          f"kv_cache_memory_bytes")
+    limit, used, temp = stats["bytes_limit"], stats.get("bytes_in_use", 0), step_temp_bytes()
+    budget = int(limit * (1 - _ACCELERATOR_MARGIN)) - used - weights_bytes - temp
+    return budget, (f"device limit {_gib(limit)} less {_gib(used)} in use, {_gib(weights_bytes)} of weights to come, "
+                    f"{_gib(temp)} for the largest step and a margin of {_ACCELERATOR_MARGIN:.0%}")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def available_ram(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of RAM that can be taken without swapping, bounded by the process's control groups.
+
+    Elsewhere than on Linux: half of all RAM, or of what a small machine has.
+
+    Args:
+        proc, cgroups: where Linux shows them.
+    """
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+    except OSError:
+        return _physical_ram() // 2
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return max(min([available, *_cgroup_rooms(proc, cgroups)]), 0)
+
+
+def _physical_ram() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return _ASSUMED_RAM
+
+
+def _cgroup_rooms(proc: Path, cgroups: Path) -> list[int]:
+    """What each limited control group (version 2) around this process has left: the group's own and its parents'."""
+    try:
+        own = next(line.split("::", 1)[1] for line in (proc / "self/cgroup").read_text().splitlines()
+                   if line.startswith("0::"))
+    except (OSError, StopIteration):
+        own = "/"
+    group = cgroups / own.lstrip("/")
+    rooms = []
+    while True:
+        try:
+            limit = (group / "memory.max").read_text().strip()
+            if limit != "max":
+                # File pages that nobody maps are given up on demand; without this, reading the weights' file
+                # would look like memory used up.
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+                rooms.append(int(limit) - used)
+        except OSError:
+            pass  # the root has no limit, and other versions have other files
+        if group == cgroups or cgroups not in group.parents:
+            return rooms
+        group = group.parent

@@ -1,0 +1,121 @@
+"""From a model and the user's options to an EnginePlan: every None gets its value, and the KV pool its size."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+
+import kernels_pallas as kernels
+from jaxserve.config import DEFAULT_MAX_MODEL_LEN, EngineConfig, ResolvedConfig
+from jaxserve.errors import ConfigError
+from jaxserve.models.params import abstract_params
+from jaxserve.models.spec import DecoderSpec
+from jaxserve.runtime.buckets import make_buckets
+from jaxserve.runtime.executables import Executables
+from jaxserve.runtime.memory import size_pool
+from jaxserve.runtime.programs import EnginePlan
+from jaxserve.runtime.step import StepSpec
+from kernels_pallas._compat import CPU_SCAN_WIDENS_BFLOAT16
+
+logger = logging.getLogger(__name__)
+
+QUERY_BLOCK = 32
+
+
+def resolve_max_model_len(requested: int | None, spec: DecoderSpec) -> int:
+    """The context length of an engine.
+
+    Raises:
+        ConfigError: more than the model's positions reach.
+    """
+    limit = spec.max_position if spec.rope.max_len is None else min(spec.max_position, spec.rope.max_len)
+    if requested is None:
+        return min(limit, DEFAULT_MAX_MODEL_LEN)
+    if requested > limit:
+        raise ConfigError(f"max_model_len={requested}, but {spec.name} has {limit} positions; give at most {limit}")
+    return requested
+
+
+def resolve_dtype(dtype: str, checkpoint_dtype: str | None, device: jax.Device) -> str:
+    """The dtype of weights and activations; see docs/models.md for why."""
+    if dtype != "auto":
+        return dtype
+    if device.platform == "cpu":
+        # bfloat16 doubles the speed where jax has fast paths for it; float16 has none on CPUs.
+        return "bfloat16" if checkpoint_dtype == "bfloat16" and not CPU_SCAN_WIDENS_BFLOAT16 else "float32"
+    return checkpoint_dtype if checkpoint_dtype in ("float16", "bfloat16", "float32") else "bfloat16"
+
+
+def plan_engine(spec: DecoderSpec, dtype: str, config: EngineConfig, valid_vocab: int, device: jax.Device,
+                weights_loaded: bool = False) -> EnginePlan:
+    """Resolves the options and sizes the pool.
+
+    Args:
+        dtype: of the weights, from `resolve_dtype`.
+        valid_vocab: ids below it may be sampled.
+        device: where everything is going to live.
+        weights_loaded: the weights are in the device's memory already, so no room needs to be kept for them.
+
+    Raises:
+        ConfigError: an option does not fit the model.
+        OutOfMemoryError: weights and pool do not fit, with the numbers.
+    """
+    cpu = device.platform == "cpu"
+    valid_vocab = min(valid_vocab, spec.vocab_size)
+    resolved = ResolvedConfig(
+        max_model_len=resolve_max_model_len(config.max_model_len, spec),
+        max_num_seqs=config.max_num_seqs or (32 if cpu else 256),
+        max_num_batched_tokens=config.max_num_batched_tokens or (512 if cpu else 2048),
+        max_waiting_requests=config.max_waiting_requests, page_size=config.page_size or (64 if cpu else 16),
+        num_pages=2, enable_prefix_caching=config.enable_prefix_caching,
+        scheduling_policy=config.scheduling_policy, decode_steps=config.decode_steps,
+        deterministic=config.deterministic, max_logprobs=config.max_logprobs, query_block=QUERY_BLOCK,
+        vocab_size=spec.vocab_size)
+    if resolved.max_num_batched_tokens < QUERY_BLOCK:
+        raise ConfigError(f"max_num_batched_tokens={resolved.max_num_batched_tokens}, but a prefill chunk takes "
+                          f"{QUERY_BLOCK} rows at least; give {QUERY_BLOCK} or more")
+    if config.max_logprobs > valid_vocab:
+        raise ConfigError(f"max_logprobs={config.max_logprobs} is more than the vocabulary of {valid_vocab}")
+
+    attention = kernels.AttentionSpec(
+        num_layers=spec.num_layers, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+        num_pages=resolved.num_pages, page_size=resolved.page_size, dtype=dtype, scale=spec.attn_scale,
+        softcap=spec.attn_softcap, query_block=QUERY_BLOCK)
+    step = StepSpec(model=spec, attention=attention, backend=kernels.choose_backend(device.platform),
+                    valid_vocab=valid_vocab, max_logprobs=config.max_logprobs)
+    params = abstract_params(spec, dtype)
+    if takes_bits(dtype, device):
+        params = dataclasses.replace(params, layers=jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.uint16), params.layers))
+    # A single bfloat16 row takes a slow path of XLA's CPU matmul, two rows do not.
+    buckets = make_buckets(resolved, min_decode_rows=2 if cpu and dtype == "bfloat16" else 1)
+    smallest = EnginePlan(device=device, config=resolved, step=step, params=params, buckets=buckets, pool_reason="")
+
+    size = size_pool(
+        config, page_bytes=attention.pool_bytes // attention.num_pages, page_size=resolved.page_size,
+        max_model_len=resolved.max_model_len, max_num_seqs=resolved.max_num_seqs, device=device,
+        weights_bytes=0 if weights_loaded else smallest.weights_bytes,
+        step_temp_bytes=lambda: _step_temp_bytes(smallest, config.compilation_cache_dir))
+    plan = dataclasses.replace(
+        smallest, config=dataclasses.replace(resolved, num_pages=size.num_pages),
+        step=dataclasses.replace(step, attention=dataclasses.replace(attention, num_pages=size.num_pages)),
+        pool_reason=size.reason)
+    logger.info("KV pool: %d pages of %d tokens, %.0f MiB (%s)", size.num_pages, resolved.page_size,
+                plan.pool_bytes / 2**20, size.reason)
+    return plan
+
+
+def takes_bits(dtype: str, device: jax.Device) -> bool:
+    """Whether the step takes the layers' weights as uint16; see `models.params.bfloat16_as_bits`."""
+    return dtype == "bfloat16" and device.platform == "cpu" and CPU_SCAN_WIDENS_BFLOAT16
+
+
+def _step_temp_bytes(smallest: EnginePlan, cache_dir: str | None) -> int:
+    """Temporaries of the largest step. The pool is updated in place, so they do not depend on its size: compile
+    with the smallest pool, and ask."""
+    largest = max(smallest.buckets, key=lambda bucket: bucket.num_tokens)
+    analysis = Executables(smallest.lower, cache_dir).get(largest).memory_analysis()
+    return 0 if analysis is None else analysis.temp_size_in_bytes

@@ -1,0 +1,81 @@
+"""An engine as a plan: its resolved options, and the programs that it runs, known by shapes alone.
+
+Nothing here needs the weights, so a plan can be made, checked and compiled before they are loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+import kernels_pallas as kernels
+from jaxserve.config import ResolvedConfig
+from jaxserve.models.params import DecoderParams
+from jaxserve.runtime.batch import NUM_COLUMNS
+from jaxserve.runtime.buckets import Bucket
+from jaxserve.runtime.state import DeviceState
+from jaxserve.runtime.step import StepSpec, step
+from jaxserve.sampling import slots
+
+ADMIT: Literal["admit"] = "admit"
+Program = Bucket | Literal["admit"]  # a step of one shape, or the upload of a sequence into its slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """What an engine is going to be. Made by `plan_engine`.
+
+    Attributes:
+        params: shapes and dtypes of the weights as the step takes them.
+        pool_reason: why the KV pool has its size, for the log.
+    """
+
+    device: jax.Device
+    config: ResolvedConfig
+    step: StepSpec
+    params: DecoderParams
+    buckets: tuple[Bucket, ...]
+    pool_reason: str
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """All that any request can need."""
+        return (ADMIT, *self.buckets)
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.step.attention.pool_bytes
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.params))
+
+    def init_state(self) -> DeviceState:
+        """An empty pool and empty slots. Jit it with `out_shardings`."""
+        config = self.config
+        return DeviceState(
+            pool=kernels.init_pool(self.step.attention, self.step.backend),
+            slots=slots.init_slots(config.max_num_seqs, config.max_model_len, config.vocab_size))
+
+    def lower(self, program: Program) -> jax.stages.Lowered:
+        """Traces a program. Both kinds take the state, or its slots, donated."""
+        sharding = jax.sharding.SingleDeviceSharding(self.device)
+
+        def placed(tree: Any) -> Any:
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+        def vector(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        config, state = self.config, placed(jax.eval_shape(self.init_state))
+        if program == ADMIT:
+            ints, floats = slots.packed_sizes(config.max_model_len, config.vocab_size)
+            return jax.jit(slots.admit, donate_argnums=0).lower(
+                state.slots, vector(jnp.int32), vector(jnp.int32, ints), vector(jnp.float32, floats))
+        batch = vector(jnp.int32, program.num_seqs(config.query_block), NUM_COLUMNS + config.max_pages_per_seq)
+        return jax.jit(partial(step, self.step, program), donate_argnums=1).lower(placed(self.params), state, batch)
