@@ -14,7 +14,7 @@ from tests.llm.dense import DenseLlama
 @pytest.fixture(scope="session")
 def xla_cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Compiled programs: shared by all engines here, and kept for the next run where pytest keeps its own cache."""
-    if pytestconfig.cache is None:
+    if getattr(pytestconfig, "cache", None) is None:  # -p no:cacheprovider
         return str(tmp_path_factory.mktemp("xla"))
     return str(pytestconfig.cache.mkdir("xla"))
 
@@ -42,3 +42,10 @@ def llm(make_llm) -> Iterator[LLM]:
 def dense() -> DenseLlama:
     """The same weights in plain numpy."""
     return DenseLlama(tiny.CONFIG, tiny.random_tensors(), tiny.tokenizer().vocab_size)
+
+
+@pytest.fixture(scope="session")
+def parrot(make_llm) -> Iterator[LLM]:
+    """Answers "a" with the rest of the alphabet and </s>."""
+    with make_llm(params=tiny.parrot_tensors([*b"abcdefghijklmnopqrstuvwxyz", tiny.EOS])) as llm:
+        yield llm

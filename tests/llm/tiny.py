@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from operator import attrgetter
 
+import jax
 import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from jaxserve.models import registry
+from jaxserve.models.params import DecoderParams, abstract_params
 from jaxserve.tokenizer import Tokenizer
 from tests.models.checkpoints import random_checkpoint
 
 BOS, EOS, END_OF_TURN = 256, 257, 258
+EXAGGERATED = 259  # " exaggerated", found in text before its bytes are
 # Ids that no text is encoded to; they let a parrot say the same byte twice with another byte after it, and split
 # characters at odd places.
-FIRST_EXTRA = 259
-EXTRA_ENTRIES = (b"\x82\xb4", b"\xf0\x9f", b", beta gamma delta", b" exaggerated")
+FIRST_EXTRA = 260
+EXTRA_ENTRIES = (b"\xb9\xec", b"\x82\xb4", b", beta gamma delta")
 VOCAB = 272  # the rows beyond the tokenizer's ids are padding
 
 CONFIG = {
@@ -41,16 +46,17 @@ ENGINE = {
 
 
 def tokenizer() -> Tokenizer:
-    """Id = byte; then <s>, </s>, <|end|> and EXTRA_ENTRIES."""
+    """Id = byte; then <s>, </s>, <|end|>, " exaggerated" and EXTRA_ENTRIES."""
     stand_ins = _byte_stand_ins()
     entries = ["".join(stand_ins[byte] for byte in entry) for entry in EXTRA_ENTRIES]
     vocabulary = {char: byte for byte, char in enumerate(stand_ins)}
-    vocabulary |= {"<s>": BOS, "</s>": EOS, "<|end|>": END_OF_TURN}
+    vocabulary |= {"<s>": BOS, "</s>": EOS, "<|end|>": END_OF_TURN, " exaggerated": EXAGGERATED}
     vocabulary |= {entry: FIRST_EXTRA + i for i, entry in enumerate(entries)}
     backend = Backend(models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<s>", "</s>", "<|end|>"])
+    backend.add_tokens([" exaggerated"])
     return Tokenizer(backend, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}, eos_ids=[END_OF_TURN],
                      chat_templates={"default": CHAT_TEMPLATE})
 
@@ -95,3 +101,13 @@ def parrot_tensors(*chains: Sequence[int]) -> dict[str, np.ndarray]:
 def prompt_ids(length: int, seed: int = 0) -> list[int]:
     """Random ids of text; those of two seeds differ from the first on."""
     return np.random.default_rng([seed, 1]).integers(0, 256, length).tolist()
+
+
+def decoder_params(seed: int = 0) -> DecoderParams:
+    """`random_tensors` as the engine's own pytree, of numpy arrays."""
+    spec = registry.resolve(CONFIG, None)
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_params(spec, np.float32))
+    for name, tensor in random_tensors(seed).items():
+        for placement in registry.name_map(CONFIG, spec)[name]:
+            attrgetter(placement.leaf)(params)[placement.index] = placement.to_leaf(tensor)
+    return params
