@@ -270,6 +270,21 @@ class LLM:
     def closed(self) -> bool:
         return self._thread.closed
 
+    @property
+    def model_config(self) -> Mapping[str, Any]:
+        """The model's config.json."""
+        return self._source.config
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Every id that ends a text."""
+        return self._processor.eos_ids
+
+    @property
+    def default_sampling(self) -> Mapping[str, Any]:
+        """What requests get for temperature, top_k, top_p, min_p and repetition_penalty if they name none."""
+        return self._processor.defaults
+
     def __enter__(self) -> LLM:
         return self
 

@@ -92,8 +92,8 @@ class Processor:
         self._tokenizer = tokenizer
         self._config = config
         self._num_tokens = config.vocab_size if tokenizer is None else min(tokenizer.vocab_size, config.vocab_size)
-        self._eos_ids = eos_ids
-        self._defaults = _sampling_defaults(generation_config)
+        self.eos_ids = eos_ids
+        self.defaults = _sampling_defaults(generation_config)
         self._base_seed = secrets.randbits(64) if base_seed is None else base_seed
         self._counter = itertools.count()
 
@@ -186,7 +186,7 @@ class Processor:
 
     def _shared_options(self, params: SamplingParams, max_tokens: int) -> dict[str, Any]:
         """Everything of SequenceOptions but the seed."""
-        sampling = {name: self._defaults[name] if (value := getattr(params, name)) is None else value
+        sampling = {name: self.defaults[name] if (value := getattr(params, name)) is None else value
                     for name in NEUTRAL}
         if sampling["temperature"] < GREEDY_TEMPERATURE:
             # Greedy: the filters keep the best token whatever they are, so they are not run at all.
@@ -202,7 +202,7 @@ class Processor:
             "allowed_token_ids":
                 None if params.allowed_token_ids is None else tuple(sorted(set(params.allowed_token_ids))),
             "bad_words": self._bad_words(params.bad_words or ()),
-            "eos_ids": frozenset() if params.ignore_eos else self._eos_ids,
+            "eos_ids": frozenset() if params.ignore_eos else self.eos_ids,
             "stop_ids": frozenset(params.stop_token_ids or ()),
             "logprobs": params.logprobs,
             "prompt_logprobs": params.prompt_logprobs,

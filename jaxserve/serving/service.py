@@ -486,6 +486,30 @@ class Service:
         """Their prompt tokens."""
         return sum(self._waiting.values())
 
+    @property
+    def model_config(self) -> Mapping[str, Any]:
+        """The model's config.json."""
+        return self._llm.model_config
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self._llm.eos_ids
+
+    @property
+    def default_sampling(self) -> Mapping[str, Any]:
+        """See LLM.default_sampling."""
+        return self._llm.default_sampling
+
+    async def idle(self, timeout: float) -> bool:
+        """Waits until no request runs. False if some still do after `timeout` seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        return self._idle.is_set()
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes. Raises EngineClosedError."""
+        await asyncio.to_thread(self._llm.reset_prefix_cache)
+
     async def engine_metrics(self) -> dict[str, Any]:
         """`LLM.metrics`. While a step takes long (it compiles) or after the engine has ended, the last known."""
         if self._snapshot_task is None and self._state is not State.STARTING:
