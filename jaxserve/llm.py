@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import numbers
 import queue
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from os import PathLike
@@ -25,8 +23,17 @@ from jaxserve.engine.output_builder import RequestState
 from jaxserve.engine.processor import ProcessedRequest, Processor, Prompt, eos_token_ids
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError, EngineClosedError, RequestError
+from jaxserve.inputs import (
+    failed_output,
+    listed_conversations,
+    listed_prompts,
+    new_request_id,
+    one_params,
+    params_for,
+    progress_bar,
+)
 from jaxserve.models.params import DecoderParams
-from jaxserve.outputs import CompletionOutput, RequestOutput, StreamEvent
+from jaxserve.outputs import RequestOutput, StreamEvent
 from jaxserve.runtime.executables import Executables
 from jaxserve.runtime.planning import plan_engine, resolve_dtype
 from jaxserve.runtime.runner import Runner
@@ -127,7 +134,7 @@ class LLM:
             EngineError: the only prompt (not in a list) failed.
             KeyboardInterrupt: after an interrupt; the requests are aborted and the engine stays usable.
         """
-        items, single = _listed_prompts(prompts)
+        items, single = listed_prompts(prompts)
         return self._generate(items, single, self._processor.process, sampling_params, sampling, use_tqdm)
 
     def chat(self, messages: Messages | Iterable[Messages],
@@ -153,7 +160,7 @@ class LLM:
         def process(conversation: Messages, params: SamplingParams) -> ProcessedRequest:
             return self.process_chat(conversation, params, **template)
 
-        items, single = _listed_conversations(messages)
+        items, single = listed_conversations(messages)
         return self._generate(items, single, process, sampling_params, sampling, use_tqdm)
 
     # -- streams
@@ -168,7 +175,7 @@ class LLM:
             RequestError: the request is invalid (at the call, not at the first event).
             QueueFullError, EngineError: instead of an event.
         """
-        return self._stream(self._processor.process(prompt, _one_params(sampling_params, sampling)))
+        return self._stream(self._processor.process(prompt, one_params(sampling_params, sampling)))
 
     def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None,
                     **options: Any) -> Generator[StreamEvent, None, None]:
@@ -179,7 +186,7 @@ class LLM:
                 **sampling: Any) -> AsyncGenerator[StreamEvent, None]:
         """As `stream`, for coroutines; the request starts when the first event is awaited. Cancelling or closing
         the iterator aborts it."""
-        return self._astream(self._processor.process(prompt, _one_params(sampling_params, sampling)))
+        return self._astream(self._processor.process(prompt, one_params(sampling_params, sampling)))
 
     def astream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None,
                      **options: Any) -> AsyncGenerator[StreamEvent, None]:
@@ -205,6 +212,10 @@ class LLM:
     def abort(self, request_id: str) -> None:
         """Ends a request within a step. No effect on one that has ended."""
         self._thread.abort(request_id)
+
+    def token_piece(self, token_id: int) -> str | bytes:
+        """What an id adds to a text: its text, or its bytes if they are not whole characters."""
+        return "" if self._texts is None else self._texts.piece(token_id)
 
     def call_soon(self, function: Callable[[], None]) -> None:
         """Calls `function` in the engine's thread, after what was submitted before. Raises EngineClosedError."""
@@ -300,7 +311,7 @@ class LLM:
     def _process_chat(self, messages: Messages, sampling_params: SamplingParams | None,
                       options: dict[str, Any]) -> ProcessedRequest:
         template = {name: options.pop(name) for name in _TEMPLATE_OPTIONS if name in options}
-        params = _one_params(sampling_params, options)
+        params = one_params(sampling_params, options)
         return self.process_chat(messages, params, **template)
 
     def chat_token_ids(self, messages: Messages, *, chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -317,7 +328,7 @@ class LLM:
 
     def _submit(self, processed: ProcessedRequest, on_event: Callable[[StreamEvent], None], *,
                 patient: bool = False, request_id: str | None = None) -> str:
-        request_id = request_id or _new_request_id()
+        request_id = request_id or new_request_id()
         self._thread.submit(Request(RequestState(request_id, processed, self._texts), on_event, patient))
         return request_id
 
@@ -327,11 +338,11 @@ class LLM:
         """Processes `items` (prompts or conversations), runs those that are valid, and waits for all."""
         self._check_open()
         prepared: list[ProcessedRequest | RequestOutput] = []
-        for item, params in zip(items, _params_for(len(items), sampling_params, sampling), strict=True):
+        for item, params in zip(items, params_for(len(items), sampling_params, sampling), strict=True):
             try:
                 prepared.append(process(item, params))
             except RequestError as error:
-                prepared.append(_failed(item, error))
+                prepared.append(failed_output(item, error))
         outputs = self._run(prepared, use_tqdm)
         if single and outputs[0].error is not None:
             raise outputs[0].error
@@ -340,7 +351,7 @@ class LLM:
     def _run(self, prepared: list[ProcessedRequest | RequestOutput], use_tqdm: bool) -> list[RequestOutput]:
         outputs = {index: item for index, item in enumerate(prepared) if isinstance(item, RequestOutput)}
         valid = {index: item for index, item in enumerate(prepared) if isinstance(item, ProcessedRequest)}
-        request_ids = {index: _new_request_id() for index in valid}
+        request_ids = {index: new_request_id() for index in valid}
         done: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
         num_tokens = 0
 
@@ -352,7 +363,7 @@ class LLM:
                     done.put((index, event.output))
             return on_event
 
-        bar = _progress_bar(len(prepared), use_tqdm)
+        bar = progress_bar(len(prepared), use_tqdm)
         bar.update(len(outputs))
         started = time.perf_counter()
         try:
@@ -436,7 +447,7 @@ def generate(model: str | PathLike[str], prompts: Prompt | Sequence[Prompt], *,
                           f"sampling options: {', '.join(sorted(SamplingParams.__dataclass_fields__))}")
     EngineConfig.from_options(engine_options)
     if sampling_params is None or options:
-        sampling_params = _one_params(sampling_params, options)
+        sampling_params = one_params(sampling_params, options)
     with _kept_lock:
         key = (str(model), tuple(sorted(engine_options.items())))
         global _kept
@@ -477,16 +488,6 @@ def _compile_all(runner: Runner) -> None:
         runner.compile(on_done)
 
 
-def _progress_bar(total: int, show: bool) -> Any:
-    from tqdm.auto import tqdm
-
-    return tqdm(total=total, desc="Generating", unit="req", disable=not show or total == 0, dynamic_ncols=True)
-
-
-def _new_request_id() -> str:
-    return uuid.uuid4().hex
-
-
 def _is_last(event: StreamEvent) -> bool:
     """Whether the event ends its request. Raises the request's error if it failed."""
     if event.output is None:
@@ -494,66 +495,3 @@ def _is_last(event: StreamEvent) -> bool:
     if event.output.error is not None:
         raise event.output.error
     return True
-
-
-def _listed_prompts(prompts: Any) -> tuple[list[Any], bool]:
-    """The prompts as a list, and whether there is only one, given on its own."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts], True
-    if not isinstance(prompts, Iterable):
-        raise RequestError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}", "prompts")
-    items = list(prompts)
-    if items and all(isinstance(item, numbers.Integral) and not isinstance(item, bool) for item in items):
-        return [items], True
-    return items, False
-
-
-def _listed_conversations(messages: Any) -> tuple[list[Any], bool]:
-    """The conversations as a list, and whether there is only one, given on its own."""
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
-        raise RequestError(f"messages must be a list of messages or a list of such lists, got "
-                           f"{type(messages).__name__}", "messages")
-    items = list(messages)
-    if not items or isinstance(items[0], Mapping):
-        return [items], True
-    return items, False
-
-
-def _check_not_both(params: Any, sampling: dict[str, Any]) -> None:
-    if params is not None and sampling:
-        raise RequestError(f"give sampling_params or single sampling options ({', '.join(sorted(sampling))}), not both",
-                           "sampling_params")
-
-
-def _one_params(params: Any, sampling: dict[str, Any]) -> SamplingParams:
-    _check_not_both(params, sampling)
-    if params is not None:
-        return _checked_params(params)
-    unknown = sorted(set(sampling) - set(SamplingParams.__dataclass_fields__))
-    if unknown:
-        raise RequestError(f"unknown sampling option(s) {', '.join(unknown)}; known: "
-                           f"{', '.join(sorted(SamplingParams.__dataclass_fields__))}", unknown[0])
-    return SamplingParams(**sampling)
-
-
-def _params_for(count: int, params: SamplingParams | Sequence[SamplingParams] | None,
-                sampling: dict[str, Any]) -> list[SamplingParams]:
-    if params is None or not isinstance(params, Sequence):
-        return [_one_params(params, sampling)] * count
-    _check_not_both(params, sampling)
-    if len(params) != count:
-        raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one, or one each",
-                           "sampling_params")
-    return [_checked_params(item) for item in params]
-
-
-def _checked_params(params: Any) -> SamplingParams:
-    if not isinstance(params, SamplingParams):
-        raise RequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params")
-    return params
-
-
-def _failed(prompt: Any, error: RequestError) -> RequestOutput:
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return RequestOutput(request_id=_new_request_id(), prompt=text if isinstance(text, str) else None,
-                         prompt_token_ids=[], outputs=[CompletionOutput(index=0, finish_reason="error")], error=error)

@@ -22,10 +22,11 @@ LEVELS = {
     "jaxserve.engine": 6,
     "jaxserve.llm": 7,
     "jaxserve": 8, "jaxserve.__main__": 9, "jaxserve.cli": 8, "jaxserve.bench": 8, "jaxserve.serving": 8,
+    "jaxserve.client": 8,
 }
 # For everyone; they import nothing but each other. `request` and `results` are the seam between host and
 # device: the plan of a step, and what it brought.
-SHARED = {"jaxserve.config", "jaxserve.errors", "jaxserve.outputs", "jaxserve.sampling_params",
+SHARED = {"jaxserve.config", "jaxserve.errors", "jaxserve.inputs", "jaxserve.outputs", "jaxserve.sampling_params",
           "jaxserve.engine.request", "jaxserve.engine.results"}
 
 

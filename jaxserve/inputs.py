@@ -1,0 +1,85 @@
+"""What users hand to `generate` and `chat`, made into lists: common to the offline LLM and the clients."""
+
+from __future__ import annotations
+
+import numbers
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxserve.errors import RequestError
+from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.sampling_params import SamplingParams
+
+
+def listed_prompts(prompts: Any) -> tuple[list[Any], bool]:
+    """The prompts as a list, and whether there is only one, given on its own."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts], True
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}", "prompts")
+    items = list(prompts)
+    if items and all(isinstance(item, numbers.Integral) and not isinstance(item, bool) for item in items):
+        return [items], True
+    return items, False
+
+
+def listed_conversations(messages: Any) -> tuple[list[Any], bool]:
+    """The conversations as a list, and whether there is only one, given on its own."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+        raise RequestError(f"messages must be a list of messages or a list of such lists, got "
+                           f"{type(messages).__name__}", "messages")
+    items = list(messages)
+    if not items or isinstance(items[0], Mapping):
+        return [items], True
+    return items, False
+
+
+def _check_not_both(params: Any, sampling: dict[str, Any]) -> None:
+    if params is not None and sampling:
+        raise RequestError(f"give sampling_params or single sampling options ({', '.join(sorted(sampling))}), not both",
+                           "sampling_params")
+
+
+def one_params(params: Any, sampling: dict[str, Any]) -> SamplingParams:
+    _check_not_both(params, sampling)
+    if params is not None:
+        return _checked_params(params)
+    unknown = sorted(set(sampling) - set(SamplingParams.__dataclass_fields__))
+    if unknown:
+        raise RequestError(f"unknown sampling option(s) {', '.join(unknown)}; known: "
+                           f"{', '.join(sorted(SamplingParams.__dataclass_fields__))}", unknown[0])
+    return SamplingParams(**sampling)
+
+
+def params_for(count: int, params: SamplingParams | Sequence[SamplingParams] | None,
+                sampling: dict[str, Any]) -> list[SamplingParams]:
+    if params is None or not isinstance(params, Sequence):
+        return [one_params(params, sampling)] * count
+    _check_not_both(params, sampling)
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one, or one each",
+                           "sampling_params")
+    return [_checked_params(item) for item in params]
+
+
+def _checked_params(params: Any) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params")
+    return params
+
+
+def failed_output(prompt: Any, error: RequestError) -> RequestOutput:
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return RequestOutput(request_id=new_request_id(), prompt=text if isinstance(text, str) else None,
+                         prompt_token_ids=[], outputs=[CompletionOutput(index=0, finish_reason="error")], error=error)
+
+
+def new_request_id() -> str:
+    return uuid.uuid4().hex
+
+
+def progress_bar(total: int, show: bool) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, desc="Generating", unit="req", disable=not show or total == 0, dynamic_ncols=True)
