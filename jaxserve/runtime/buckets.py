@@ -53,10 +53,10 @@ def make_buckets(config: ResolvedConfig, min_decode_rows: int = 1) -> tuple[Buck
 
     `min_decode_rows`: smallest decode shape. 2 where the matmul of a single row is slow (bfloat16 on CPU).
     """
-    most, capacity = config.max_num_seqs, prefill_capacity(config)
+    most, capacity = max(config.max_num_seqs, min_decode_rows), prefill_capacity(config)
     if config.deterministic:
         return (Bucket(0, capacity), Bucket(most, 0))
-    decode = {most} | {rows for rows in (most // 2, most // 4, most // 8, min_decode_rows) if rows >= min_decode_rows}
+    decode = {max(rows, min_decode_rows) for rows in (most, most // 2, most // 4, most // 8, 1)}
     prefill = {capacity}
     for rows in (config.query_block, capacity // 4):
         prefill.add(max(rows // config.query_block, 1) * config.query_block)
