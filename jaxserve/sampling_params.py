@@ -17,6 +17,7 @@ MAX_LOGIT_BIAS = 512
 MAX_BAD_WORDS = 128          # token sequences, after spelling variants
 MAX_BAD_WORD_TOKENS = 16
 MAX_STOP_TOKEN_IDS = 128
+MAX_END_IDS = MAX_STOP_TOKEN_IDS + 16  # stop_token_ids and the model's EOS ids
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
 MAX_CACHE_SALT_CHARS = 1024

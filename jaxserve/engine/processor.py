@@ -20,6 +20,7 @@ from jaxserve.sampling_params import (
     GREEDY_TEMPERATURE,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
+    MAX_END_IDS,
     SamplingParams,
     check_text,
     check_token_ids,
@@ -209,6 +210,10 @@ class Processor:
             "priority": params.priority,
             "cache_salt": params.cache_salt,
         }
+        num_end_ids = len(options["eos_ids"] | options["stop_ids"])
+        if num_end_ids > MAX_END_IDS:
+            raise RequestError(f"stop_token_ids and the model's EOS ids are {num_end_ids} together, at most "
+                               f"{MAX_END_IDS} are allowed", "stop_token_ids")
         _check_something_is_allowed(options, self._num_tokens)
         return options
 

@@ -24,11 +24,9 @@ from jaxserve.sampling_params import (
     GREEDY_TEMPERATURE,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
+    MAX_END_IDS,
     MAX_LOGIT_BIAS,
-    MAX_STOP_TOKEN_IDS,
 )
-
-MAX_END_IDS = MAX_STOP_TOKEN_IDS + 16  # stop_token_ids and the model's EOS ids
 
 
 class Int(enum.IntEnum):

@@ -306,3 +306,10 @@ def test_the_engine_seed_repeats_unseeded_requests_in_order(make):
     one, two = make(base_seed=7), make(base_seed=7)
     assert [seeds(one), seeds(one)] == [seeds(two), seeds(two)]
     assert seeds(make(base_seed=None)) != seeds(make(base_seed=None))
+
+
+def test_more_end_ids_than_a_slot_holds_are_refused(make):
+    processor = make(eos_ids=frozenset(range(300, 340)))
+    error = refused(processor, "hi", stop_token_ids=list(range(128)))
+    assert error.param == "stop_token_ids" and "168 together, at most 144" in str(error)
+    processor.process("hi", SamplingParams(stop_token_ids=list(range(128)), ignore_eos=True))
