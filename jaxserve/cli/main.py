@@ -16,6 +16,7 @@ from jaxserve.cli.chat import chat
 from jaxserve.cli.convert import convert
 from jaxserve.cli.generate import generate
 from jaxserve.cli.info import info
+from jaxserve.cli.serve import serve
 from jaxserve.errors import JaxserveError
 
 CONTEXT_SETTINGS = {
@@ -62,5 +63,5 @@ def main(quiet: bool) -> None:
         logger.addHandler(_EchoHandler())
 
 
-for command in (generate, chat, bench, info, convert):
+for command in (generate, chat, serve, bench, info, convert):
     main.add_command(command)

@@ -1,4 +1,4 @@
-"""Command line options made from the fields of a dataclass: EngineConfig and SamplingParams.
+"""Command line options made from the fields of a dataclass: EngineConfig, SamplingParams and ServeConfig.
 
 An option exists because the dataclass has the field: name, type, default and help text come from there, so
 the command line can neither miss an option nor name one differently. `--max-model-len` and
@@ -20,6 +20,7 @@ import click
 
 from jaxserve.config import EngineConfig
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.serving.config import ServeConfig
 
 
 class IdValue(click.ParamType):
@@ -65,7 +66,7 @@ def _click_type(annotation: Any) -> tuple[Any, bool]:
     return annotation, False
 
 
-_SECTIONS = {SamplingParams: "Sampling options", EngineConfig: "Engine options"}
+_SECTIONS = {SamplingParams: "Sampling options", ServeConfig: "Server options", EngineConfig: "Engine options"}
 
 
 class DataclassOption(click.Option):
@@ -96,7 +97,7 @@ def _option(cls: type, field: dataclasses.Field, annotation: Any, help_text: str
     kind, multiple = _click_type(annotation)
     flags = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
     # Not given is None: only what the user typed is passed on, so the dataclass' own default holds.
-    if field.default is not None:
+    if field.default not in (None, ()):
         default = ("on" if field.default else "off") if kind is bool else field.default
         help_text = f"{help_text.rstrip('.')}. Default {default}."
     if multiple:

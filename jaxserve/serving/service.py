@@ -79,7 +79,8 @@ class Observer(Protocol):
         """A request was refused: "queue_full", "unavailable", "invalid"."""
 
     def increment(self, stream: RequestStream, event: StreamEvent, at: float) -> None:
-        """The engine made an increment of a completion, at `at` (time.perf_counter)."""
+        """The engine made an increment of a completion, at `at` (time.perf_counter). `stream.last_events` holds the
+        time of the one before."""
 
     def finished(self, stream: RequestStream, output: RequestOutput, at: float) -> None:
         """A request has ended; if it was aborted, `stream.abort_cause` says by whom."""
@@ -88,14 +89,15 @@ class Observer(Protocol):
 class RequestStream:
     """A running request: an asynchronous iterator over its StreamEvents, for one reader.
 
-    The last event carries the whole output. Iterating raises the request's error if it fails, and
-    DeadlineExceededError. Use it as a context manager: leaving aborts what has not ended. So does cancelling
-    the task that waits for an event.
+    The last event carries the whole output. Iterating raises the request's error if it fails,
+    DeadlineExceededError, and UnavailableError if the service stops before the end. Use it as a context
+    manager: leaving aborts what has not ended. So does cancelling the task that waits for an event.
 
     Attributes:
         request_id: the engine's id of it.
         processed: the checked request.
-        arrival, first_event, last_event: time.perf_counter() of these moments; None until they were.
+        arrival, first_event: time.perf_counter() of these moments; None until it was.
+        last_events: the same of each completion's latest tokens.
         abort_cause: "client", "abort", "deadline" or "drain" once aborted.
     """
 
@@ -104,7 +106,7 @@ class RequestStream:
         self.processed: ProcessedRequest
         self.arrival = time.perf_counter()
         self.first_event: float | None = None
-        self.last_event: float | None = None
+        self.last_events: dict[int, float] = {}
         self.abort_cause: str | None = None
         self._service = service
         self._mailbox: dict[int, _Increment] = {}
@@ -137,6 +139,8 @@ class RequestStream:
                 raise event.output.error
             if self.abort_cause == "deadline":
                 raise DeadlineExceededError("the deadline came before the end of the request")
+            if self.abort_cause == "drain":
+                raise UnavailableError("the server shut down before the end of the request")
         return event
 
     async def aclose(self) -> None:
@@ -183,7 +187,7 @@ class RequestStream:
     def _put(self, event: StreamEvent, at: float) -> None:
         if event.token_ids:
             self.first_event = self.first_event or at
-            self.last_event = at
+            self.last_events[event.index] = at
         if event.output is not None:
             self._let_go = True
             if self._deadline is not None:
@@ -465,6 +469,14 @@ class Service:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._llm.tokenizer
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset() if self.tokenizer is None else self.tokenizer.special_ids
+
+    def token_piece(self, token_id: int) -> str | bytes:
+        """What an id adds to a text: its text, or its bytes if they are not whole characters."""
+        return self._llm.token_piece(token_id)
 
     @property
     def config(self) -> ResolvedConfig:

@@ -1,0 +1,241 @@
+"""The ASGI application: routes, and what comes before them (keys, request ids, sizes)."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import importlib.metadata
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.errors import JaxserveError
+from jaxserve.sampling_params import check_token_ids
+from jaxserve.serving.http.answers import to_json
+from jaxserve.serving.http.errors import ApiError, api_error, invalid
+from jaxserve.serving.http.fields import Fields, parse_json, unknown_model
+from jaxserve.serving.http.generation import Chat, Completions
+from jaxserve.serving.http.requests import chat_request, completion_request, conversation
+from jaxserve.serving.http.streams import ClientGone, EventStream, while_connected
+from jaxserve.serving.metrics import CONTENT_TYPE, ServingMetrics
+from jaxserve.serving.service import Service, State
+
+OPEN_PATHS = frozenset({"/health", "/ping"})  # need no key
+BODY_TIMEOUT = 60.0  # seconds for a body to arrive
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions:
+    """See ServeConfig, where they come from."""
+
+    api_keys: Sequence[str] = ()
+    max_body_bytes: int = 16 << 20
+    cors_allow_origins: Sequence[str] = ()
+    trust_request_chat_template: bool = False
+
+
+def create_app(service: Service, metrics: ServingMetrics, options: HttpOptions | None = None) -> ASGIApp:
+    """The application of one service. `metrics` must be the service's observer."""
+    options = options or HttpOptions()
+    endpoints = _Endpoints(service, metrics, options)
+    errors: Any = dict.fromkeys((ApiError, HTTPException, JaxserveError, ClientGone, Exception), _answer_error)
+    app: ASGIApp = Starlette(routes=endpoints.routes(), exception_handlers=errors)
+    app = _Gate(app, options.api_keys)
+    if options.cors_allow_origins:
+        app = CORSMiddleware(app, allow_origins=list(options.cors_allow_origins), allow_methods=["GET", "POST"],
+                             allow_headers=["*"], expose_headers=["X-Request-Id"])
+    return app
+
+
+class _Gate:
+    """Checks the key, and gives each request an id, which the answer carries."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]):
+        self._app = app
+        self._keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        request_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        if not _REQUEST_ID.fullmatch(request_id):  # a missing one too: what clients send is not repeated unseen
+            request_id = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()),
+                                                  (b"x-request-id", request_id.encode())]}
+            await send(message)
+
+        app = self._app
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._known(headers.get(b"authorization", b"")):
+            app = _error_response(ApiError(401, "give a valid API key: Authorization: Bearer KEY", param=None,
+                                           code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}))
+        await app(scope, receive, send_with_id)
+
+    def _known(self, authorization: bytes) -> bool:
+        scheme, _, given = authorization.partition(b" ")
+        # All keys are compared, each in constant time.
+        matches = [hmac.compare_digest(key, given.strip()) for key in self._keys]
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+class _Endpoints:
+    def __init__(self, service: Service, metrics: ServingMetrics, options: HttpOptions):
+        self._service = service
+        self._metrics = metrics
+        self._options = options
+
+    def routes(self) -> list[Route]:
+        def get(path: str, endpoint: Callable[[Request], Awaitable[Any]]) -> Route:
+            return Route(path, endpoint, methods=["GET"])
+
+        def post(path: str, endpoint: Callable[[Request], Awaitable[Any]]) -> Route:
+            return Route(path, endpoint, methods=["POST"])
+
+        return [
+            post("/v1/completions", self.completions), post("/v1/chat/completions", self.chat),
+            get("/v1/models", self.models), get("/v1/models/{model:path}", self.model),
+            post("/tokenize", self.tokenize), post("/detokenize", self.detokenize),
+            get("/health", self.health), Route("/ping", self.health, methods=["GET", "POST"]),
+            get("/version", self.version), get("/load", self.load), get("/metrics", self.metrics),
+        ]
+
+    # -- generation
+
+    async def completions(self, request: Request) -> Any:
+        body = await self._body(request)
+        parsed = completion_request(body, self._service.model_name)
+        call = Completions(self._service, parsed, f"cmpl-{request.state.request_id}")
+        return await self._generate(request, call, parsed.output.stream)
+
+    async def chat(self, request: Request) -> Any:
+        body = await self._body(request)
+        parsed = chat_request(body, self._service.model_name,
+                              trust_templates=self._options.trust_request_chat_template)
+        call = Chat(self._service, parsed, f"chatcmpl-{request.state.request_id}")
+        return await self._generate(request, call, parsed.output.stream)
+
+    async def _generate(self, request: Request, call: Completions | Chat, stream: bool) -> Any:
+        # Whatever refuses the request does so here, so that it has a status of its own, streamed or not.
+        streams = await while_connected(request.receive, call.start())
+        if stream:
+            return EventStream(call.stream(streams), streams)
+        return _json(await while_connected(request.receive, call.whole(streams)))
+
+    # -- models
+
+    async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name != self._service.model_name:
+            raise unknown_model(name, self._service.model_name)
+        return _json(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        service = self._service
+        return {"id": service.model_name, "object": "model", "created": service.created, "owned_by": "jaxserve",
+                "root": service.model_name, "parent": None, "max_model_len": service.config.max_model_len}
+
+    # -- text
+
+    async def tokenize(self, request: Request) -> Response:
+        fields = Fields(await self._body(request))
+        fields.model(self._service.model_name)
+        names = fields.flag("return_token_strs")
+        if "messages" in fields:
+            messages, template = conversation(fields, trust_templates=self._options.trust_request_chat_template)
+            fields.end()
+            ids = await self._service.tokenize_chat(messages, template)
+        else:
+            prompt, special = fields.take("prompt"), fields.flag("add_special_tokens", True)
+            fields.end()
+            if not isinstance(prompt, str):
+                raise invalid("give a prompt, which is a text, or messages", "prompt")
+            ids = await self._service.tokenize(prompt, add_special_tokens=special)
+        answer = {"count": len(ids), "max_model_len": self._service.config.max_model_len, "tokens": ids}
+        if names:
+            tokenizer = self._service.tokenizer
+            assert tokenizer is not None  # `ids` came from it
+            answer["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
+        return _json(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        fields = Fields(await self._body(request))
+        fields.model(self._service.model_name)
+        ids = check_token_ids("tokens", fields.take("tokens", ()))
+        fields.end()
+        return _json({"prompt": await self._service.detokenize(ids)})
+
+    # -- state
+
+    async def health(self, request: Request) -> Response:
+        state = self._service.state
+        return _json({"status": state.value}, 200 if state is State.READY else 503)
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": importlib.metadata.version("jaxserve")})
+
+    async def load(self, request: Request) -> Response:
+        service = self._service
+        return _json({"server_load": service.num_active, "waiting": service.num_waiting,
+                      "waiting_tokens": service.num_waiting_tokens})
+
+    async def metrics(self, request: Request) -> Response:
+        text = self._metrics.render(await self._service.engine_metrics())
+        return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    async def _body(self, request: Request) -> Any:
+        """The JSON body. Raises ApiError: 413, 408, 400."""
+        limit = self._options.max_body_bytes
+        too_large = ApiError(413, f"the body is larger than the {limit} bytes that this server takes",
+                             code="body_too_large", headers={"Connection": "close"})
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > limit:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT):
+                while True:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    body += message.get("body", b"")
+                    if len(body) > limit:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT:g} s",
+                           headers={"Connection": "close"}) from None
+        return parse_json(bytes(body))
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientGone):
+        return Response(status_code=499)  # nobody reads it
+    return _error_response(api_error(error))
+
+
+def _error_response(error: ApiError) -> Response:
+    return _json(error.body(), error.status, error.headers)
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(to_json(value), status, headers, media_type="application/json")
