@@ -35,7 +35,9 @@ def main() -> None:
 
 
 def adapt(text: str, folder: str) -> str:
-    """protoc imports siblings as top-level modules and registers in the default pool; we do neither."""
+    """protoc imports siblings as top-level modules and registers in the default pool; we do neither. Its stubs
+    forget that booleans may be None, too."""
+    text = text.replace(": bool = ...", ": _Optional[bool] = ...")
     text = re.sub(r"^import (\w+_pb2) as", rf"from {PACKAGE}.{folder} import \1 as", text, flags=re.MULTILINE)
     if "_descriptor_pool.Default()" in text:
         text = text.replace("_descriptor_pool.Default()", "_POOL")

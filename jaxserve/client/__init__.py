@@ -1,0 +1,9 @@
+"""Clients of a jaxserve server over gRPC. They feel like the offline `LLM`: same methods, same arguments, same
+outputs. `Client` blocks; `AsyncClient` is for coroutines. Neither needs an accelerator, nor imports jax."""
+
+from jaxserve.client.aio import AsyncClient
+from jaxserve.client.channel import ClientTls
+from jaxserve.client.errors import ServerError, ServerTimeoutError
+from jaxserve.client.sync import Client
+
+__all__ = ["AsyncClient", "Client", "ClientTls", "ServerError", "ServerTimeoutError"]

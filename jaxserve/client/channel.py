@@ -1,0 +1,43 @@
+"""Where the server is and how it is reached: common to both clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+DEFAULT_TARGET = "localhost:50051"
+DEFAULT_MAX_MESSAGE_BYTES = 64 << 20  # as the server's
+KEEPALIVE_SECONDS = 30  # a server that has vanished is noticed even while no answer is due
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientTls:
+    """PEM files for an encrypted connection.
+
+    Attributes:
+        ca: what the server's certificate must be signed by. None: the authorities that gRPC knows.
+        certificate, key: of this client, for servers that ask for one.
+    """
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        ca, key, certificate = (None if path is None else Path(path).read_bytes()
+                                for path in (self.ca, self.key, self.certificate))
+        return grpc.ssl_channel_credentials(ca, key, certificate)
+
+
+def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+    ]
+
+
+def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    return () if token is None else (("authorization", f"Bearer {token}"),)

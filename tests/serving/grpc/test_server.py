@@ -1,0 +1,225 @@
+"""What both protocols share: health, reflection, limits, tokens, certificates, and how a server stops."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import datetime
+import ipaddress
+from pathlib import Path
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from google.protobuf import descriptor_pool, message_factory
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from jaxserve import ConfigError
+from jaxserve.client import Client, ClientTls, ServerError
+from jaxserve.serving.grpc.server import TlsFiles, serve
+from jaxserve.serving.protos.v1 import inference_pb2 as pb
+from jaxserve.serving.protos.v1 import inference_pb2_grpc
+from tests.serving.grpc.harness import PATIENCE, running
+from tests.serving.grpc.test_inference import LONG, details, failure, violation
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_health_of_each_service(channel):
+    health = health_pb2_grpc.HealthStub(channel)
+    for name in ("", "vllm.grpc.engine.VllmEngine", "jaxserve.v1.Inference"):
+        assert health.Check(health_pb2.HealthCheckRequest(service=name)).status == SERVING
+    assert failure(lambda: [health.Check(health_pb2.HealthCheckRequest(service="x"))]).code() is (
+        grpc.StatusCode.NOT_FOUND)
+
+
+def test_health_is_watched_from_start_to_end(loop, llm):
+    with running(loop, llm, started=False) as server, grpc.insecure_channel(server.target) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        assert next(watch).status == NOT_SERVING
+        error = failure(lambda: stub.Generate(pb.GenerateRequest(text="a")))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert details(error, error_details_pb2.RetryInfo)
+        server.run(server.service.start())
+        assert next(watch).status == SERVING
+        call = stub.Generate(pb.GenerateRequest(text="a", sampling=LONG))
+        first = next(call)
+        draining = loop.submit(server.service.drain(PATIENCE))
+        assert next(watch).status == NOT_SERVING
+        error = failure(lambda: stub.Generate(pb.GenerateRequest(text="a")))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert sum(len(message.token_ids) for message in (first, *call)) == 500, "what runs may end"
+        assert draining.result(PATIENCE)
+
+
+def test_a_client_by_reflection(server, channel):
+    """It knows nothing but the port."""
+    database = ProtoReflectionDescriptorDatabase(channel)
+    assert set(database.get_services()) == {
+        "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection", "jaxserve.v1.Inference",
+        "vllm.grpc.engine.VllmEngine"}
+    pool = descriptor_pool.DescriptorPool(database)
+    assert pool.FindServiceByName("vllm.grpc.engine.VllmEngine").methods_by_name["Generate"].server_streaming
+    method = pool.FindServiceByName("jaxserve.v1.Inference").methods_by_name["Tokenize"]
+    call = channel.unary_unary(f"/{method.containing_service.full_name}/{method.name}",
+                               lambda message: message.SerializeToString(),
+                               message_factory.GetMessageClass(method.output_type).FromString)
+    assert list(call(message_factory.GetMessageClass(method.input_type)(text="abc")).token_ids) == [*b"abc"]
+
+
+def test_without_reflection(loop, llm):
+    with running(loop, llm, with_reflection=False) as server, grpc.insecure_channel(server.target) as channel:
+        with pytest.raises(grpc.RpcError):
+            ProtoReflectionDescriptorDatabase(channel).get_services()
+
+
+def test_large_messages_pass_and_larger_ones_do_not(loop, llm, server):  # case 98
+    unlimited = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(server.target, unlimited) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        million = pb.TokenIds(ids=[97] * 1_200_000)
+        assert len(stub.Detokenize(pb.DetokenizeRequest(token_ids=million.ids)).text) == 1_200_000
+        assert violation(failure(lambda: stub.Generate(pb.GenerateRequest(token_ids=million)))) == "prompt"
+        error = failure(lambda: stub.Generate(pb.GenerateRequest(text="x" * (65 << 20))))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert list(stub.Tokenize(pb.TokenizeRequest(text="alive")).token_ids) == [*b"alive"]
+
+
+def test_the_limit_of_messages_can_be_set(loop, llm):
+    with running(loop, llm, max_message_bytes=1000) as server, grpc.insecure_channel(server.target) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        for text in ("x" * 1100, "é" * 450):  # the second is small enough, but not its answer
+            error = failure(lambda text=text: [stub.Tokenize(pb.TokenizeRequest(text=text))])
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert list(stub.Tokenize(pb.TokenizeRequest(text="alive")).token_ids) == [*b"alive"]
+
+
+def test_prompt_logprobs_of_a_long_prompt(stub):
+    request = pb.GenerateRequest(text="x" * 500, sampling=pb.SamplingParams(max_tokens=1, prompt_logprobs=20))
+    *_, last = stub.Generate(request)
+    first, *others = last.prompt_logprobs
+    assert (len(first.entries), len(others)) == (0, 499)
+    # The twenty best, and the prompt's own token if it is none of them.
+    assert all(len(position.entries) in (20, 21) for position in others)
+
+
+def test_bearer_tokens(loop, llm):
+    with running(loop, llm, tokens=["first", "sécond"]) as server, grpc.insecure_channel(server.target) as channel:
+        for token in (None, "", "firs", "firstt", "Bearer first"):
+            with Client(server.target, token=token) as client, pytest.raises(ServerError) as caught:
+                client.tokenize("a")
+            assert caught.value.code == "UNAUTHENTICATED"
+        with Client(server.target, token="first") as client:
+            assert client.tokenize("a") == [97]
+            assert client.generate("a", max_tokens=1, use_tqdm=False)[0].error is None
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        basic = [("authorization", "Basic first")]
+        error = failure(lambda: stub.Generate(pb.GenerateRequest(text="a"), metadata=basic))
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        health = health_pb2_grpc.HealthStub(channel)
+        assert health.Check(health_pb2.HealthCheckRequest()).status == SERVING, "probes have no token"
+
+
+def test_a_port_is_not_shared(server, loop):
+    with pytest.raises(ConfigError, match="cannot listen"):
+        loop.run(serve(server.service, "127.0.0.1", server.server.port))
+
+
+def test_stopping_lets_calls_end_and_does_not_wait_for_watches(loop, llm):
+    with running(loop, llm) as server, grpc.insecure_channel(server.target) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == SERVING
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="a", sampling=LONG))
+        first = next(call)
+        with concurrent.futures.ThreadPoolExecutor() as reader:
+            rest = reader.submit(lambda: sum(len(message.token_ids) for message in call))
+            server.run(server.server.stop(grace=10 * PATIENCE))
+            assert len(first.token_ids) + rest.result(PATIENCE) == 500
+
+
+def test_stopping_at_once_ends_requests(loop, llm):
+    with running(loop, llm) as server, grpc.insecure_channel(server.target) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="a", sampling=LONG))
+        next(call)
+        server.run(server.server.stop())
+        assert failure(lambda: call).code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        server.assert_idle()
+
+
+class Authority:
+    """Signs certificates for 127.0.0.1."""
+
+    def __init__(self, directory: Path):
+        directory.mkdir()
+        self._directory = directory
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, directory.name)])
+        self.certificate = directory / "ca.pem"
+        self._write(self.certificate, self._name, self._key.public_key(), True)
+
+    def sign(self, name: str) -> tuple[Path, Path]:
+        """Files of a certificate and its key."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate_file, key_file = self._directory / f"{name}.pem", self._directory / f"{name}.key"
+        self._write(certificate_file, x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]),
+                    key.public_key(), False)
+        key_file.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
+                                               serialization.NoEncryption()))
+        return certificate_file, key_file
+
+    def _write(self, path, subject, public_key, ca: bool) -> None:
+        now = datetime.datetime.now(datetime.UTC)
+        certificate = (
+            x509.CertificateBuilder().subject_name(subject).issuer_name(self._name).public_key(public_key)
+            .serial_number(x509.random_serial_number()).not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+            .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+                           critical=False).sign(self._key, hashes.SHA256()))
+        path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+
+def ask(target: str, tls: ClientTls | None) -> None:
+    with Client(target, tls=tls, timeout=PATIENCE) as client:
+        assert client.tokenize("a") == [97]
+
+
+def refused(target: str, tls: ClientTls | None) -> bool:
+    try:
+        ask(target, tls)
+    except ServerError as error:
+        return error.code == "UNAVAILABLE"
+    return False
+
+
+def test_tls_and_its_renewal(loop, llm, tmp_path):
+    old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
+    certificate, key = old.sign("server")
+    with running(loop, llm, tls=TlsFiles(certificate=certificate, key=key)) as server:
+        ask(server.target, ClientTls(ca=old.certificate))
+        assert refused(server.target, ClientTls(ca=new.certificate))
+        assert refused(server.target, None)
+        for target, source in zip((certificate, key), new.sign("server")):
+            source.replace(target)
+        ask(server.target, ClientTls(ca=new.certificate))
+
+
+def test_mutual_tls(loop, llm, tmp_path):
+    authority, stranger = Authority(tmp_path / "known"), Authority(tmp_path / "stranger")
+    certificate, key = authority.sign("server")
+    with running(loop, llm, tls=TlsFiles(certificate=certificate, key=key,
+                                         client_ca=authority.certificate)) as server:
+        for signer, welcome in ((authority, True), (stranger, False)):
+            client_certificate, client_key = signer.sign("client")
+            tls = ClientTls(ca=authority.certificate, certificate=client_certificate, key=client_key)
+            assert refused(server.target, tls) is not welcome
+        assert refused(server.target, ClientTls(ca=authority.certificate))
+
+
+def test_tls_files_that_are_missing(server, loop, tmp_path):
+    with pytest.raises(ConfigError, match="TLS file"):
+        loop.run(serve(server.service, "127.0.0.1", 0, tls=TlsFiles(certificate=tmp_path / "no", key=tmp_path / "no")))
