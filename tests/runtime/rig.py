@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -24,8 +23,9 @@ SPEC = DecoderSpec(
     name="tiny", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, mlp_size=48, vocab_size=VOCAB,
     max_position=4096, norm_eps=1e-5, rope=RopeSpec(inv_freq=tuple(1 / 10**(i / 2) for i in range(8))),
     attn_scale=0.25, layer_windows=(None, None), layer_uses_rope=(True, True), tie_embeddings=True)
-OPTIONS = {"max_model_len": 96, "max_num_seqs": 3, "max_num_batched_tokens": 64, "page_size": 8, "num_pages": 40,
-           "max_logprobs": 3}
+# The pool (12 MB) is large beside a step's temporaries, so that a copy of it would be seen.
+OPTIONS = {"max_model_len": 96, "max_num_seqs": 3, "max_num_batched_tokens": 64, "page_size": 8,
+           "num_pages": 3000, "max_logprobs": 3}
 
 
 def make_plan(dtype: str = "float32", **options: Any) -> EnginePlan:
@@ -90,9 +90,3 @@ class Rig:
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([seed, length]).integers(0, VALID_VOCAB, length).tolist()
-
-
-def with_layers(plan: EnginePlan, **attention: Any) -> EnginePlan:
-    """The plan with another AttentionSpec."""
-    step = dataclasses.replace(plan.step, attention=dataclasses.replace(plan.step.attention, **attention))
-    return dataclasses.replace(plan, step=step)
