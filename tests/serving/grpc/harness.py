@@ -6,7 +6,8 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Coroutine, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from jaxserve import LLM
@@ -74,3 +75,11 @@ def running(loop: Loop, llm: LLM, *, limits: ServiceLimits | None = None, starte
     finally:
         loop.run(server.stop())
         service.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """For what cannot be waited for in another way."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "nothing came of it"
+        threading.Event().wait(0.1)
