@@ -54,7 +54,7 @@ class ServeConfig:
             self._integer(name, 1, 2**63)
         for name in ("api_key", "cors_allow_origins"):
             value = getattr(self, name)
-            items = (value,) if isinstance(value, str) else tuple(value)
+            items = tuple(value) if isinstance(value, list | tuple) else (value,)
             if not all(isinstance(item, str) and item for item in items):
                 raise ConfigError(f"{name} must be a text or a list of texts, none of them empty")
             object.__setattr__(self, name, items)

@@ -278,6 +278,8 @@ class Service:
         ended by themselves."""
         if self._state is not State.FAILED:
             self._set_state(State.DRAINING)
+        if self._idle.is_set():
+            return True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace)
             return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import importlib.metadata
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+import jaxserve
 from jaxserve.errors import JaxserveError
 from jaxserve.sampling_params import check_token_ids
 from jaxserve.serving.http.answers import to_json
@@ -32,6 +32,7 @@ from jaxserve.serving.service import Service, State
 
 OPEN_PATHS = frozenset({"/health", "/ping"})  # need no key
 BODY_TIMEOUT = 60.0  # seconds for a body to arrive
+DISCARD_BYTES = 8 << 20
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -190,7 +191,7 @@ class _Endpoints:
         return _json({"status": state.value}, 200 if state is State.READY else 503)
 
     async def version(self, request: Request) -> Response:
-        return _json({"version": importlib.metadata.version("jaxserve")})
+        return _json({"version": jaxserve.__version__})
 
     async def load(self, request: Request) -> Response:
         service = self._service
@@ -204,27 +205,34 @@ class _Endpoints:
     async def _body(self, request: Request) -> Any:
         """The JSON body. Raises ApiError: 413, 408, 400."""
         limit = self._options.max_body_bytes
-        too_large = ApiError(413, f"the body is larger than the {limit} bytes that this server takes",
-                             code="body_too_large", headers={"Connection": "close"})
-        length = request.headers.get("content-length", "")
-        if length.isdecimal() and int(length) > limit:
-            raise too_large
-        body = bytearray()
+        body, received = bytearray(), 0
+        declared = request.headers.get("content-length", "")
+        if "expect" in request.headers and declared.isdecimal() and int(declared) > limit:
+            raise _too_large(limit)  # the client asks before it sends
         try:
             async with asyncio.timeout(BODY_TIMEOUT):
                 while True:
                     message = await request.receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
-                    body += message.get("body", b"")
-                    if len(body) > limit:
-                        raise too_large
-                    if not message.get("more_body", False):
+                    received += len(message.get("body", b""))
+                    if received <= limit:
+                        body += message.get("body", b"")
+                    # Closing on a client that still sends resets the connection, and the answer with it. So a
+                    # body that is not much too large is read to its end.
+                    if not message.get("more_body", False) or received > limit + DISCARD_BYTES:
                         break
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT:g} s",
                            headers={"Connection": "close"}) from None
+        if received > limit:
+            raise _too_large(limit)
         return parse_json(bytes(body))
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than the {limit} bytes that this server takes", code="body_too_large",
+                    headers={"Connection": "close"})
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -53,7 +53,7 @@ class Completions:
         if self._request.max_tokens is not None:
             return self._request.max_tokens
         left = self._service.config.max_model_len - len(ids)
-        return max(min(DEFAULT_COMPLETION_TOKENS, left), self._request.params.min_tokens, 1)
+        return max(min(DEFAULT_COMPLETION_TOKENS, left), 1)
 
     async def whole(self, streams: Sequence[RequestStream]) -> Json:
         outputs = await outputs_of(streams)

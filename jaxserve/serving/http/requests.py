@@ -95,7 +95,8 @@ def chat_request(body: Any, model: str, *, trust_templates: bool) -> ChatRequest
     elif fields.take("top_logprobs", 0) != 0:
         raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
     if max_tokens == 0:
-        raise invalid("max_completion_tokens must be at least 1, got 0", "max_completion_tokens")
+        name = "max_tokens" if new is None else "max_completion_tokens"
+        raise invalid(f"{name} must be at least 1, got 0", name)
     if output.stream and sampling.get("prompt_logprobs") is not None:
         raise invalid("prompt_logprobs cannot be streamed", "prompt_logprobs")
     fields.end()

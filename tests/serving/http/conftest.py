@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 import httpx2 as httpx
@@ -75,23 +75,6 @@ class Server:
 
     def http(self, **options) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=TIMEOUT, **options)
-
-
-@pytest.fixture(scope="session")
-def xla_cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Compiled programs: shared by all engines here, and kept for the next run where pytest keeps its own cache."""
-    if getattr(pytestconfig, "cache", None) is None:
-        return str(tmp_path_factory.mktemp("xla"))
-    return str(pytestconfig.cache.mkdir("xla"))
-
-
-@pytest.fixture(scope="session")
-def make_llm(xla_cache) -> Callable[..., LLM]:
-    def make(params=None, **options) -> LLM:
-        return LLM(config=tiny.CONFIG, params=tiny.random_tensors() if params is None else params,
-                   tokenizer=tiny.tokenizer(), **(tiny.ENGINE | {"compilation_cache_dir": xla_cache} | options))
-
-    return make
 
 
 @contextlib.contextmanager

@@ -1,0 +1,141 @@
+"""What is wrong with a request is said in the API's own form, and costs nobody else anything."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def refused(http, path, body, status=400) -> dict:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = http.post(path, content=content)
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert "Traceback" not in answer.text
+    return error
+
+
+@pytest.fixture(autouse=True)
+def the_next_request_is_served(http):
+    yield
+    assert http.post(COMPLETIONS, json={"prompt": "ok", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("body", [
+    b"", b"{", b"[]", b"null", b"\xff", b'{"temperature": NaN}', b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"])
+def test_bodies_that_are_no_json_object(http, path, body):
+    refused(http, path, body)
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 2**31), ("max_tokens", 1.5), ("max_tokens", "5"),  # case 45
+    ("temperature", -1), ("temperature", "1"), ("temperature", True), ("top_p", 0), ("top_p", 1.1),
+    ("top_k", -2), ("min_p", 2), ("n", 0), ("n", 1000), ("n", 1.0), ("seed", 2**70),
+    ("stop", [""]), ("stop", 5), ("stop", ["\udfff"]), ("stop", ["x"] * 100),  # cases 10, 53
+    ("logit_bias", {"191222": -100}), ("logit_bias", {"-1": 5}), ("logit_bias", {"abc": 1}),  # case 30
+    ("logit_bias", {"1": 101}), ("logit_bias", [1]), ("logit_bias", {"²": 1}),
+    ("allowed_token_ids", []), ("allowed_token_ids", [272]), ("presence_penalty", 3), ("repetition_penalty", 0),
+    ("bad_words", "x"), ("stop_token_ids", [-1]), ("priority", 1), ("cache_salt", ""), ("min_tokens", 10**6),
+    ("stream", "yes"), ("ignore_eos", 1), ("stream_options", {}), ("stream_options", {"include_usage": True}),
+    ("frequenzy_penalty", 1), ("response_format", {"type": "json_object"}), ("tools", [{"type": "function"}]),
+    ("guided_json", "{}"), ("structured_outputs", {"regex": "a"}), ("best_of", 3), ("prompt_logprobs", 21),
+    ("tool_choice", "required"), ("suffix", "x"), ("truncate_prompt_tokens", 0), ("return_token_ids", 1)])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_wrong_fields(http, path, field, value):
+    body = {"prompt": "Hello"} if path == COMPLETIONS else {"messages": MESSAGES}
+    error = refused(http, path, body | {field: value})
+    assert error["type"] == "invalid_request_error"
+    assert field in (error["param"] or "") or field in error["message"]
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("user", "me"), ("metadata", {"a": "b"}), ("store", False), ("tools", []), ("tool_choice", "none"),
+    ("response_format", {"type": "text"}), ("logit_bias", {}), ("stop", []), ("stop", None), ("top_k", 10**6),
+    ("top_k", -1), ("temperature", 1e-40), ("service_tier", "auto"), ("best_of", 1), ("stop_token_ids", []),
+    ("response_format", None), ("seed", 2**63)])
+def test_fields_that_ask_for_nothing_unusual(http, field, value):
+    """case 107, and what clients send by habit"""
+    assert http.post(COMPLETIONS, json={"prompt": "Hello", "max_tokens": 1, field: value}).status_code == 200
+    if field != "best_of":
+        assert http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 1, field: value}).status_code == 200
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]], None, 5, [1, "a"], [["a"]], [True], [-1], [272], "a\ud800",
+                                    {"a": 1}, [None]])
+def test_wrong_prompts(http, prompt):
+    """cases 42, 53"""
+    refused(http, COMPLETIONS, {"prompt": prompt})
+    refused(http, COMPLETIONS, {"prompt": prompt, "stream": True})
+
+
+@pytest.mark.parametrize("messages", [
+    [], None, "Hi", [5], [{}], [{"role": "user"}], [{"role": "user", "content": None}], [{"content": "x"}],
+    [{"role": "user", "content": "\ud800"}], [{"role": "user", "content": 5}],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]])
+def test_wrong_messages(http, messages):
+    """cases 52, 53"""
+    refused(http, CHAT, {"messages": messages})
+    refused(http, CHAT, {"messages": messages, "stream": True})
+
+
+@pytest.mark.parametrize(("body", "param"), [
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 10**6}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, "logprobs"), ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"), ({"logprobs": 3}, "logprobs")])
+def test_wrong_logprobs_of_chats(http, body, param):
+    """case 34"""
+    error = refused(http, CHAT, {"messages": MESSAGES} | body)
+    assert error["param"] in (param, "logprobs")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_at_the_limit(http, stream):
+    """cases 43, 44: streamed or not, the refusal is a status and no event."""
+    for length, status in ((126, 200), (127, 200), (128, 400), (129, 400), (1280, 400)):
+        answer = http.post(COMPLETIONS, json={"prompt": "x" * length, "max_tokens": 1, "stream": stream})
+        assert answer.status_code == status
+    error = refused(http, COMPLETIONS, {"prompt": "x" * 1280, "stream": stream})
+    assert "1280 tokens" in error["message"] and "128" in error["message"]
+    refused(http, CHAT, {"messages": [{"role": "user", "content": "x" * 1280}], "stream": stream})
+    refused(http, COMPLETIONS, {"prompt": "x" * 123, "max_tokens": 6, "stream": stream})
+
+
+def test_nul_is_text(http):
+    """case 53"""
+    answer = http.post(COMPLETIONS, json={"prompt": "a\0b", "max_tokens": 1})
+    assert answer.json()["usage"]["prompt_tokens"] == 3
+
+
+def test_errors_that_quote_surrogates_are_json(http):
+    assert "udfff" in refused(http, COMPLETIONS, {"prompt": "a", "\udfff": 1})["message"]
+
+
+def test_unknown_models(http, client):
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": MESSAGES}), ("/tokenize", {"prompt": "a"})):
+        error = refused(http, path, body | {"model": "gpt"}, 404)
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt")
+    refused(http, COMPLETIONS, {"prompt": "a", "model": 5})
+
+
+def test_unknown_paths_and_methods(http):
+    """case 97"""
+    refused(http, "/v1/nothing", {}, 404)
+    answer = http.get(COMPLETIONS)
+    assert answer.status_code == 405 and answer.json()["error"]["message"]
+    assert answer.headers["allow"] == "POST"
+
+
+def test_one_bad_prompt_refuses_the_call(http):
+    refused(http, COMPLETIONS, {"prompt": ["good", "x" * 1280]})
+    refused(http, COMPLETIONS, {"prompt": ["a"] * 1000, "n": 2})
+    assert http.get("/load").json()["server_load"] == 0

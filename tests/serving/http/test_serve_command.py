@@ -1,0 +1,202 @@
+"""`jaxserve serve` and scripts/serve.py: options, signals, exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx2 as httpx
+import openai
+import pytest
+from click.testing import CliRunner
+from safetensors.numpy import save_file
+
+from jaxserve.cli.main import main
+from jaxserve.serving import lifecycle
+from jaxserve.serving.config import ServeConfig
+from jaxserve.serving.http.server import bind
+from tests.llm import tiny
+from tests.serving.http.conftest import TIMEOUT
+
+ROOT = Path(__file__).parents[3]
+
+
+# -- options: all of this before a model is loaded
+
+
+def serve(*args) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["serve", "/no/such/model", *map(str, args)])
+    return result.exit_code, " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    (["--port", "70000"], "port must be an integer from 0 to 65535"),
+    (["--port", "0", "--grpc-port", "0"], "there would be no server"),
+    (["--port", "50051"], "they must differ"),
+    (["--ssl-certfile", "/no/file"], "go together"),
+    (["--ssl-certfile", "/no/file", "--ssl-keyfile", "/no/file"], "no file /no/file"),
+    (["--drain-seconds", "-1"], "drain_seconds"),
+    (["--api-key", ""], "api_key"),
+    (["--page-size", "7"], "page_size must be a power of two"),
+    (["--host", "no.such.host.invalid"], "cannot listen on"),
+    (["--config", "/no/such/file"], "does not exist"),
+])
+def test_wrong_options(args, message):
+    code, output = serve(*args)
+    assert code == 2 and message in output
+
+
+@pytest.mark.parametrize("option", ["--port", "--grpc-port"])
+def test_a_port_that_is_taken(option):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, output = serve("--port", 0, option, taken.getsockname()[1])
+    assert code == 2 and "cannot listen" in output
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("prot: 1", "unknown option(s) prot"), ("- 1", "must hold a mapping"), ("port: [", "cannot be read"),
+    ("port: '8000'", "port must be an integer"), ("page_size: 7", "page_size"), ("api_key: 7", "api_key")])
+def test_wrong_config_files(tmp_path, text, message):
+    (tmp_path / "serve.yaml").write_text(text)
+    code, output = serve("--config", tmp_path / "serve.yaml")
+    assert code == 2 and message in output
+
+
+def test_a_config_file_and_options_that_count_more(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(lifecycle, "serve", lambda *args: seen.append(args) or 0)
+    (tmp_path / "serve.yaml").write_text("port: 1234\napi-key: secret\npage_size: 16\nmax_num_seqs: 8\n")
+    result = CliRunner().invoke(main, ["serve", "m", "--config", str(tmp_path / "serve.yaml"), "--max-num-seqs", "4",
+                                       "--grpc-port", "77"])
+    assert result.exit_code == 0, result.output
+    assert seen == [("m", {"page_size": 16, "max_num_seqs": 4, "compile_mode": "eager"},
+                     ServeConfig(port=1234, grpc_port=77, api_key=["secret"]))]
+
+
+# -- life
+
+
+def run_and(llm, act, **options) -> int:
+    """Serves in this thread while `act(client)` runs in another one; returns the exit code."""
+    listener = bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    failures = []
+
+    def actor() -> None:
+        try:
+            with httpx.Client(base_url=url, timeout=TIMEOUT, transport=httpx.HTTPTransport(retries=1000)) as http:
+                while http.get("/health").status_code != 200:
+                    pass
+                act(http)
+        except BaseException as error:
+            failures.append(error)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=actor)
+    thread.start()
+    config = ServeConfig(port=1, grpc_port=0, **options)
+    code = asyncio.run(lifecycle.run(llm, "tiny", config, listener))
+    thread.join(TIMEOUT)
+    assert not failures, failures
+    return code
+
+
+def stream_and(http, max_tokens: int, act) -> str:
+    with http.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True,
+                                                      "stream": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        act()
+        return "\n".join(lines)
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_lets_streams_end(make_llm):
+    def act(http):
+        text = stream_and(http, 60, terminate)
+        assert '"finish_reason":"length"' in text and text.rstrip().endswith("data: [DONE]")
+
+    with make_llm() as llm:
+        assert run_and(llm, act, drain_seconds=TIMEOUT) == 0
+
+
+@pytest.mark.parametrize("how", ["no grace", "second signal"])
+def test_sigterm_aborts_in_the_end(make_llm, monkeypatch, how):
+    def act(http):
+        step, steps, gate = llm._core.step, itertools.count(), threading.Event()
+
+        def held():  # the request does not end by itself
+            if next(steps) > 10:
+                gate.wait(TIMEOUT)
+            step()
+
+        def stop():
+            terminate()
+            if how == "second signal":
+                while http.get("/health").json()["status"] != "draining":
+                    pass
+                terminate()
+            while not llm._thread._inbox:  # the abort
+                pass
+            gate.set()
+
+        monkeypatch.setattr(llm._core, "step", held)
+        text = stream_and(http, 120, stop)
+        assert '"code":"unavailable"' in text and text.rstrip().endswith("data: [DONE]")
+
+    with make_llm() as llm:
+        assert run_and(llm, act, drain_seconds=0 if how == "no grace" else TIMEOUT) == 0
+
+
+def test_a_failed_engine_ends_the_process_with_an_error(make_llm, monkeypatch):
+    def act(http):
+        def broken():
+            raise SystemError("a bug of ours")
+
+        monkeypatch.setattr(llm._core, "step", broken)
+        assert http.post("/v1/completions", json={"prompt": "a"}).status_code in (500, 503)
+
+    with make_llm() as llm:
+        assert run_and(llm, act) == 1
+
+
+def test_the_script(tmp_path, xla_cache):
+    """From the outside: a process, its ports and its exit code."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny.CONFIG))
+    save_file(tiny.random_tensors(), tmp_path / "model.safetensors")
+    tiny.tokenizer().save(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        port, grpc_port = one.getsockname()[1], other.getsockname()[1]
+    options = tiny.ENGINE | {"compilation_cache_dir": xla_cache, "compile_mode": "lazy", "port": port,
+                             "grpc_port": grpc_port, "served_model_name": "tiny"}
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts" / "serve.py"), str(tmp_path),
+         *(f"--{name}={value}" for name, value in options.items())], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        log = []
+        for line in process.stderr:
+            log.append(line)
+            if "service: ready" in line:
+                break
+        assert process.poll() is None, "".join(log)
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=TIMEOUT) as client:
+            answer = client.completions.create(model="tiny", prompt="Hello", max_tokens=4)
+        assert answer.usage.prompt_tokens == 5
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 0, "".join(log) + rest
+        assert "Traceback" not in "".join(log) + rest
+    finally:
+        process.kill()

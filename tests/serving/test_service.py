@@ -1,0 +1,256 @@
+"""The service, which both faces stand on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from jaxserve import EngineClosedError, QueueFullError, RequestError, SamplingParams
+from jaxserve.serving.service import (
+    DeadlineExceededError,
+    DuplicateRequestError,
+    Service,
+    ServiceLimits,
+    State,
+    UnavailableError,
+)
+
+LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(make_llm):
+    with make_llm() as llm:
+        yield llm
+
+
+def run(llm, test: Callable[[Service], Coroutine[Any, Any, None]], **limits) -> None:
+    async def main() -> None:
+        service = Service(llm, model_name="tiny", limits=ServiceLimits(**limits))
+        await service.start()
+        await test(service)
+        await service.drain(0)
+        assert service.num_active == service.num_waiting == service.num_waiting_tokens == 0
+        service.close()
+
+    asyncio.run(main())
+    numbers = llm.metrics()
+    assert (numbers["running"], numbers["waiting"]) == (0, 0) and numbers["pages_free"] == numbers["pages_total"]
+
+
+async def read(stream) -> tuple[str, list]:
+    events = [event async for event in stream]
+    return "".join(event.text for event in events), events
+
+
+def test_a_stream_is_the_offline_result(llm):
+    expected = llm.generate("Hello", SHORT.clone(n=2), use_tqdm=False)[0]
+
+    async def test(service):
+        async with await service.generate("Hello", SHORT.clone(n=2)) as stream:
+            _, events = await read(stream)
+        for index in range(2):
+            mine = [event for event in events if event.index == index]
+            assert "".join(event.text for event in mine) == expected.outputs[index].text
+            assert [event.finish_reason for event in mine if event.finish_reason] == ["length"]
+        output = events[-1].output
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert output.request_id == stream.request_id
+        assert [event.output for event in events[:-1]] == [None] * (len(events) - 1)
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    run(llm, test)
+
+
+def test_increments_of_a_slow_reader_are_merged(llm):
+    expected = llm.generate("Hello", LONG.clone(n=2, logprobs=1), use_tqdm=False)[0]
+
+    async def test(service):
+        async with await service.generate("Hello", LONG.clone(n=2, logprobs=1)) as stream:
+            while service.num_active:  # the engine is done with it
+                await asyncio.to_thread(llm.call_soon, lambda: None)
+            assert len(stream._mailbox) == 2
+            _, events = await read(stream)
+        assert [event.text for event in sorted(events, key=lambda e: e.index)] == [o.text for o in expected.outputs]
+        assert [len(event.logprobs) for event in events] == [len(event.token_ids) for event in events] == [100, 100]
+        assert events[0].output is None and events[1].output is not None
+
+    run(llm, test)
+
+
+def test_chats(llm):
+    messages = [{"role": "user", "content": "Hi"}]
+    expected = llm.chat(messages, SHORT, use_tqdm=False, add_generation_prompt=False)[0]
+
+    async def test(service):
+        template = {"add_generation_prompt": False}
+        async with await service.chat(messages, SHORT, template=template) as stream:
+            assert stream.prompt_token_ids == expected.prompt_token_ids == await service.tokenize_chat(
+                messages, template)
+            assert (await read(stream))[0] == expected.text
+
+    run(llm, test)
+
+
+# -- ends
+
+
+@pytest.mark.parametrize("leave", ["close", "cancel", "exception"])
+def test_a_reader_that_leaves_aborts(llm, leave):
+    async def test(service):
+        async def reader():
+            async with await service.generate("Hello", LONG) as stream:
+                await anext(stream)
+                if leave == "exception":
+                    raise KeyError
+                if leave == "cancel":
+                    reading.set()
+                    await read(stream)
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+            assert stream.abort_cause == "client"
+
+        reading = asyncio.Event()
+        task = asyncio.create_task(reader())
+        if leave == "cancel":
+            await reading.wait()
+            task.cancel()
+        await asyncio.wait([task])
+        assert leave != "close" or task.exception() is None
+        assert await service.drain(300)
+
+    run(llm, test)
+
+
+def test_abort(llm):
+    async def test(service):
+        async with await service.generate("Hello", LONG, request_id="mine") as stream:
+            await anext(stream)
+            assert service.abort("mine") and service.abort("mine")
+            _, events = await read(stream)
+        assert events[-1].finish_reason == "abort" and stream.abort_cause == "abort"
+        assert not service.abort("mine") and not service.abort("unknown")
+
+    run(llm, test)
+
+
+@pytest.mark.parametrize("deadline", [0, 1e-9, 0.01])
+def test_deadlines(llm, deadline):
+    async def test(service):
+        with pytest.raises(DeadlineExceededError):
+            async with await service.generate("Hello", LONG, deadline=deadline) as stream:
+                await read(stream)
+        async with await service.generate("Hello", SHORT, deadline=300) as stream:
+            assert (await read(stream))[1][-1].finish_reason == "length"
+
+    run(llm, test)
+
+
+# -- refusals
+
+
+def test_invalid_requests_are_refused_before_anything_runs(llm):
+    async def test(service):
+        for prompt, params in (("", SHORT), ("x" * 200, SHORT), ([9999], SHORT), ("a", LONG.clone(priority=1))):
+            with pytest.raises(RequestError):
+                await service.generate(prompt, params)
+            assert service.num_active == service.num_waiting == 0
+
+    run(llm, test)
+
+
+def test_ids_in_use(llm):
+    async def test(service):
+        async with await service.generate("Hello", LONG, request_id="mine") as stream:
+            with pytest.raises(DuplicateRequestError, match="mine"):
+                await service.generate("Hello", SHORT, request_id="mine")
+            assert (await anext(stream)).token_ids
+        assert await service.drain(300)
+
+    run(llm, test)
+
+
+def test_too_many_waiting_requests(llm):
+    async def test(service):
+        starts = [service.generate("Hello", SHORT) for _ in range(5)]
+        results = await asyncio.gather(*starts, return_exceptions=True)
+        refused = [result for result in results if isinstance(result, QueueFullError)]
+        assert len(refused) == 3
+        for stream in results:
+            if not isinstance(stream, QueueFullError):
+                assert (await read(stream))[1][-1].finish_reason == "length"
+
+    run(llm, test, max_waiting_requests=2)
+
+
+def test_too_many_waiting_tokens(llm):
+    async def test(service):
+        starts = [service.generate("x" * 30, SHORT) for _ in range(5)]
+        results = await asyncio.gather(*starts, return_exceptions=True)
+        assert sum(isinstance(result, QueueFullError) for result in results) == 3
+        for stream in results:
+            if not isinstance(stream, QueueFullError):
+                await read(stream)
+        async with await service.generate("x" * 100, SHORT) as stream:  # alone it may have more
+            await read(stream)
+
+    run(llm, test, max_waiting_tokens=60)
+
+
+# -- life cycle
+
+
+def test_states(make_llm):
+    async def main():
+        with make_llm() as llm:
+            service = Service(llm, model_name="tiny")
+            seen = []
+            service.add_listener(seen.append)
+            with pytest.raises(UnavailableError, match="starting"):
+                await service.generate("Hello", SHORT)
+            await service.start()
+            stream = await service.generate("Hello", LONG)
+            assert not await service.drain(0)
+            with pytest.raises(UnavailableError, match="shut down"):
+                await read(stream)
+            with pytest.raises(UnavailableError, match="draining"):
+                await service.generate("Hello", SHORT)
+            numbers = await service.engine_metrics()
+            assert numbers["running"] == 0
+            await asyncio.to_thread(llm.close)
+            while service.state is not State.FAILED:
+                await asyncio.sleep(0)
+            assert seen == [State.STARTING, State.READY, State.DRAINING, State.FAILED]
+            assert await service.engine_metrics() == numbers  # the last that are known
+            service.close()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_fails_ends_streams_with_its_error(make_llm, monkeypatch):
+    async def main():
+        with make_llm() as llm:
+            service = Service(llm, model_name="tiny")
+            await service.start()
+            stream = await service.generate("Hello", LONG)
+            await anext(stream)
+
+            def broken():
+                raise SystemError("a bug of ours")
+
+            monkeypatch.setattr(llm._core, "step", broken)
+            with pytest.raises(Exception, match="a bug of ours"):
+                await read(stream)
+            while service.state is not State.FAILED:
+                await asyncio.sleep(0)
+            with pytest.raises((UnavailableError, EngineClosedError)):
+                await service.generate("Hello", SHORT)
+            assert service.num_active == 0
+            service.close()
+
+    asyncio.run(main())
