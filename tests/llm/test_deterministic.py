@@ -98,7 +98,7 @@ def test_demo_model(dtype):
              page_size=16, num_pages=70) as llm:
         check(llm, requests(lengths, max_tokens=16))
         before = llm.metrics()["preemptions"]
-        pairs = requests([250] * 6, max_tokens=40)
+        pairs = requests(range(250, 256), max_tokens=40)  # 1800 tokens in 1104 places
         alone = [run(llm, [pair])[0] for pair in pairs]
         assert run(llm, pairs) == alone
         assert llm.metrics()["preemptions"] > before

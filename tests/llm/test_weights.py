@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from jaxserve import LLM, CheckpointError, ConfigError, SamplingParams
+from jaxserve.runtime.executables import compilations
 from tests.llm import tiny
 from tests.llm.dense import DenseLlama
 from tests.llm.tiny import prompt_ids
@@ -71,6 +72,20 @@ def test_update(swapped, other, form):
     [output] = swapped.generate(PROMPT, PARAMS, use_tqdm=False)
     assert output.outputs[0].token_ids == other
     assert output.num_cached_tokens == 0  # what the old weights computed is forgotten
+
+
+def test_update_in_bfloat16(make_llm):
+    options = {"dtype": "bfloat16", "deterministic": True, "max_num_batched_tokens": 128}
+    with make_llm(params=tiny.random_tensors(seed=1), **options) as llm:
+        expected = ids(llm)
+    with make_llm(**options) as llm:
+        assert ids(llm) != expected
+        for params in (tiny.random_tensors(seed=1),
+                       jax.tree.map(lambda leaf: jax.numpy.asarray(leaf, "bfloat16"), tiny.decoder_params(seed=1))):
+            before = compilations()
+            llm.update_params(params)
+            assert ids(llm) == expected
+            assert compilations() == before
 
 
 def test_update_between_two_steps_of_a_request(swapped):
