@@ -5,7 +5,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 
 .PHONY: help demo test test-slow lint bench clean
 help:
-	@echo "make demo       generate text with a small real model (downloads 85 MB once)"
+	@echo "make demo       generate text with a small real model (downloads 93 MB once)"
 	@echo "make test       the test suite"
 	@echo "make test-slow  the tests marked slow: real weights, long property runs"
 	@echo "make lint       ruff and pyright"

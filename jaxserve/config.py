@@ -41,8 +41,8 @@ class EngineConfig:
             bitwise equal whatever runs beside it.
         max_logprobs: most `logprobs`/`prompt_logprobs` that a request may ask for.
         use_generation_config: take sampling defaults from the checkpoint's generation_config.
-        compilation_cache_dir: where XLA keeps compiled programs. None: the user's cache directory;
-            "" turns it off.
+        compilation_cache_dir: where XLA keeps compiled programs. None: the directory that jax is configured with,
+            else one in the user's cache directory; "" leaves jax as it is configured, by default without a cache.
     """
 
     max_model_len: int | None = None

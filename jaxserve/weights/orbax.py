@@ -42,9 +42,14 @@ def save_checkpoint(
     import orbax.checkpoint as ocp
 
     directory = directory.absolute()
+    if directory.exists() and not directory.is_dir():
+        raise CheckpointError(f"{directory} is a file; save the checkpoint to a new directory")
     if directory.exists() and any(directory.iterdir()):
         raise CheckpointError(f"{directory} is not empty; save the checkpoint to a new directory")
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise CheckpointError(f"cannot write a checkpoint to {directory}: {e.strerror}") from e
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory / _PARAMS, leaf_paths(params))
     if tokenizer is not None:

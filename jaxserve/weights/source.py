@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -104,7 +105,8 @@ def open_model(model: str | os.PathLike[str], max_model_len: int | None = None) 
     if not name:
         raise CheckpointError(f"the model's name is empty; give {_KINDS}")
     if name == "demo":
-        return _from_gguf(demo.demo_model_path(), max_model_len, f"demo: {demo.DESCRIPTION}")
+        source = _from_gguf(demo.demo_model_path(), max_model_len, f"demo ({demo.NAME})")
+        return dataclasses.replace(source, generation_config={**source.generation_config, **demo.SAMPLING_DEFAULTS})
     if path.is_dir():
         if (path / MANIFEST).is_file():
             return _from_orbax(path, max_model_len)

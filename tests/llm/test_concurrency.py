@@ -143,6 +143,8 @@ def test_threads(llm, expected):
 @pytest.fixture
 def interrupt(llm):
     """Sends the main thread a Ctrl-C as soon as something runs."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+
     def send() -> None:
         while not llm.metrics()["running"]:
             pass
@@ -157,6 +159,7 @@ def interrupt(llm):
     yield start
     for thread in threads:
         thread.join()
+    signal.signal(signal.SIGINT, handler)
 
 
 def test_an_interrupt_leaves_the_engine_usable(llm, expected, interrupt):

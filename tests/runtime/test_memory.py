@@ -79,6 +79,13 @@ def test_weights_larger_than_the_ram_are_no_negative_pool(free_ram):
 # -- by hand
 
 
+@pytest.mark.parametrize("options", [{"num_pages": 2000}, {"kv_cache_memory_bytes": 2000 * MIB, "max_num_seqs": 1000}])
+def test_a_hand_set_pool_larger_than_the_free_ram_is_refused(free_ram, options):
+    free_ram(1000 * MIB)
+    with pytest.raises(OutOfMemoryError, match="pool would take 1.95 GiB .*0.98 GiB of RAM are free"):
+        size(**options)
+
+
 def test_set_by_pages_or_bytes():
     assert size(num_pages=5).num_pages == 5  # less than a full sequence: admission refuses what cannot fit
     assert size(kv_cache_memory_bytes=20 * MIB + 5).num_pages == 20

@@ -101,7 +101,8 @@ def test_more_logprobs_than_tokens():
 
 
 def test_a_pool_that_is_too_small_is_found_before_the_weights_are_loaded(monkeypatch):
-    monkeypatch.setattr(memory, "available_ram", lambda: plan().weights_bytes)
+    weights_bytes = plan().weights_bytes
+    monkeypatch.setattr(memory, "available_ram", lambda: weights_bytes)
     with pytest.raises(OutOfMemoryError, match="of weights"):
         plan(num_pages=None)
     monkeypatch.setattr(memory, "available_ram", lambda: 1 << 30)

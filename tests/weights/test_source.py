@@ -64,7 +64,9 @@ def test_defects_are_reported_when_loading(tmp_path):
 def test_demo(monkeypatch, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", LLAMA, random_checkpoint(LLAMA))
     monkeypatch.setattr(demo, "demo_model_path", lambda: path)
-    assert open_model("demo").description == f"demo: {demo.DESCRIPTION}"
+    source = open_model("demo")
+    assert source.description == f"demo ({demo.NAME})"
+    assert source.generation_config.items() >= demo.SAMPLING_DEFAULTS.items()
 
 
 def test_max_model_len_reaches_the_spec(tmp_path):
