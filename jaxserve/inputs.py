@@ -21,7 +21,8 @@ def listed_prompts(prompts: Any) -> tuple[list[Any], bool]:
     if not isinstance(prompts, Iterable):
         raise RequestError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}", "prompts")
     # An array's tolist gives plain integers; a jax array's own items would be arrays.
-    items = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    to_list = getattr(prompts, "tolist", None)
+    items = list(prompts) if to_list is None else to_list()
     if items and all(isinstance(item, numbers.Integral) and not isinstance(item, bool) for item in items):
         return [items], True
     return items, False
