@@ -45,7 +45,23 @@ def dense() -> DenseLlama:
 
 
 @pytest.fixture(scope="session")
-def parrot(make_llm) -> Iterator[LLM]:
-    """Answers "a" with the rest of the alphabet and </s>."""
-    with make_llm(params=tiny.parrot_tensors([*b"abcdefghijklmnopqrstuvwxyz", tiny.EOS])) as llm:
+def parrot_engine(make_llm) -> Iterator[LLM]:
+    with make_llm() as llm:
         yield llm
+
+
+@pytest.fixture
+def parrot_of(parrot_engine) -> Callable[..., LLM]:
+    """An engine whose model is tiny.parrot_tensors(*chains), until the next call."""
+
+    def make(*chains) -> LLM:
+        parrot_engine.update_params(tiny.parrot_tensors(*chains))
+        return parrot_engine
+
+    return make
+
+
+@pytest.fixture
+def parrot(parrot_of) -> LLM:
+    """Answers "a" with the rest of the alphabet and </s>."""
+    return parrot_of([*b"abcdefghijklmnopqrstuvwxyz", tiny.EOS])

@@ -166,23 +166,27 @@ def test_nobody_waits_for_a_thread_that_has_failed(make_llm, monkeypatch):
     monkeypatch.setattr(llm._core.scheduler, "schedule", fail)
     monkeypatch.setattr(llm._core.scheduler, "requeue_all", fail)  # and so recovery fails too
     release = threading.Event()
-    held = threading.Thread(target=lambda: llm._thread.call(release.wait))
-    held.start()
+    llm._thread.call_soon(release.wait)
     streams = [llm.stream([1, 2], PARAMS[0]) for _ in range(3)]
-    held_outputs = []
-    callers = [threading.Thread(target=lambda: held_outputs.append(llm.generate([[1], [2]], PARAMS[1], use_tqdm=False)))
-               for _ in range(2)]
+    errors = []
+
+    def call() -> None:
+        try:
+            errors.extend(output.error for output in llm.generate([[1], [2]], PARAMS[1], use_tqdm=False))
+        except EngineClosedError as error:  # it came too late
+            errors.append(error)
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
     for caller in callers:
         caller.start()
     release.set()
-    for thread in (held, *callers):
-        thread.join()
+    for caller in callers:
+        caller.join()
     for stream in streams:
         with pytest.raises(EngineError, match="bug") as caught:
             next(stream)
         assert caught.value.__cause__ is broken
-    for outputs in held_outputs:
-        assert all(output.error.__cause__ is broken for output in outputs)
+    assert len(errors) >= 4 and all(error.__cause__ is broken for error in errors)
     for call in (llm.metrics, lambda: llm.generate([1], use_tqdm=False), lambda: llm.stream([1])):
         with pytest.raises(EngineClosedError):
             call()

@@ -111,13 +111,12 @@ def test_rows_of_the_embedding_without_a_token_are_never_sampled(llm):
     assert len(drawn) > 200 and max(drawn) < tiny.tokenizer().vocab_size
 
 
-def test_bad_words(make_llm):
+def test_bad_words(parrot_of):
     # " exaggerated" is one token, "exaggerated" eleven; the parrot would say the first.
-    chain = [*b"is", tiny.EXAGGERATED, *b"ly"]
-    with make_llm(params=tiny.parrot_tensors(chain)) as llm:
-        params = SamplingParams(temperature=0, max_tokens=4)
-        assert llm.generate("i", params, use_tqdm=False)[0].text == "s exaggeratedly"
-        assert "exaggerated" not in llm.generate("i", params.clone(bad_words=["exaggerated"]), use_tqdm=False)[0].text
+    llm = parrot_of([*b"is", tiny.EXAGGERATED, *b"ly"])
+    params = SamplingParams(temperature=0, max_tokens=4)
+    assert llm.generate("i", params, use_tqdm=False)[0].text == "s exaggeratedly"
+    assert "exaggerated" not in llm.generate("i", params.clone(bad_words=["exaggerated"]), use_tqdm=False)[0].text
 
 
 def test_a_bad_word_of_several_tokens(parrot):
@@ -172,12 +171,12 @@ def test_stopping(parrot, options, text, stop_reason):
     assert events[-1].output.outputs[0] == completion
 
 
-def test_min_tokens_masks_every_end(make_llm):
-    with make_llm(params=tiny.parrot_tensors([*b"xy", EOS])) as llm:
-        for options in ({}, {"stop_token_ids": [ord("y")]}):
-            [output] = llm.generate("x", temperature=0, min_tokens=5, max_tokens=40, use_tqdm=False, **options)
-            assert len(output.outputs[0].token_ids) > 5
-            assert not {EOS, *options.get("stop_token_ids", ())} & set(output.outputs[0].token_ids[:5])
+def test_min_tokens_masks_every_end(parrot_of):
+    llm = parrot_of([*b"xy", EOS])
+    for options in ({}, {"stop_token_ids": [ord("y")]}):
+        [output] = llm.generate("x", temperature=0, min_tokens=5, max_tokens=40, use_tqdm=False, **options)
+        assert len(output.outputs[0].token_ids) > 5
+        assert not {EOS, *options.get("stop_token_ids", ())} & set(output.outputs[0].token_ids[:5])
 
 
 def test_a_request_whose_masks_leave_nothing(llm):
@@ -188,13 +187,12 @@ def test_a_request_whose_masks_leave_nothing(llm):
 # -- text
 
 
-@pytest.fixture(scope="module")
-def korean(make_llm):
+@pytest.fixture
+def korean(parrot_of):
     """Answers "a" with "삼겹살🎉z"; no token holds a whole character, and one holds the ends of two."""
     chain = [*b"a\xec\x82\xbc\xea\xb2", FIRST_EXTRA, FIRST_EXTRA + 1, *"🎉z".encode(), EOS]
     assert tiny.tokenizer().decode(chain) == "a삼겹살🎉z"
-    with make_llm(params=tiny.parrot_tensors(chain)) as llm:
-        yield llm
+    return parrot_of(chain)
 
 
 def test_characters_stream_whole(korean):
@@ -212,26 +210,27 @@ def test_a_cut_character_is_the_same_in_both_modes(korean):
     assert (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == ("length", 9)
 
 
-def test_a_stop_string_inside_a_token(make_llm):
-    with make_llm(params=tiny.parrot_tensors([*b"alph", FIRST_EXTRA + 2, ord("!")])) as llm:
-        [output] = llm.generate("al", temperature=0, max_tokens=9, stop=["gamma"], use_tqdm=False)
-        assert (output.text, output.outputs[0].stop_reason) == ("ph, beta ", "gamma")
+def test_a_stop_string_inside_a_token(parrot_of):
+    llm = parrot_of([*b"alph", FIRST_EXTRA + 2, ord("!")])
+    [output] = llm.generate("al", temperature=0, max_tokens=9, stop=["gamma"], use_tqdm=False)
+    assert (output.text, output.outputs[0].stop_reason) == ("ph, beta ", "gamma")
 
 
-def test_special_tokens_are_shown_on_demand(make_llm):
-    with make_llm(params=tiny.parrot_tensors([ord("q"), tiny.BOS, tiny.END_OF_TURN, ord("r"), EOS])) as llm:
-        def text(**options) -> str:
-            params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, **options)
-            return llm.generate("q", params, use_tqdm=False)[0].text
+def test_special_tokens_are_shown_on_demand(parrot_of):
+    llm = parrot_of([ord("q"), tiny.BOS, tiny.END_OF_TURN, ord("r"), EOS])
 
-        assert text() == "r"
-        assert text(skip_special_tokens=False) == "<s> <|end|>r"
-        assert text(skip_special_tokens=False, spaces_between_special_tokens=False) == "<s><|end|>r"
-        assert text(detokenize=False) == ""
+    def text(**options) -> str:
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, **options)
+        return llm.generate("q", params, use_tqdm=False)[0].text
+
+    assert text() == "r"
+    assert text(skip_special_tokens=False) == "<s> <|end|>r"
+    assert text(skip_special_tokens=False, spaces_between_special_tokens=False) == "<s><|end|>r"
+    assert text(detokenize=False) == ""
 
 
-def test_every_source_of_eos_counts(make_llm):
+def test_every_source_of_eos_counts(parrot_of):
     # config.json names </s>, the tokenizer <|end|> too.
-    with make_llm(params=tiny.parrot_tensors([ord("q"), ord("r"), tiny.END_OF_TURN, ord("s")])) as llm:
-        [output] = llm.generate("q", temperature=0, max_tokens=9, use_tqdm=False)
-        assert (output.text, output.outputs[0].finish_reason) == ("r", "stop")
+    llm = parrot_of([ord("q"), ord("r"), tiny.END_OF_TURN, ord("s")])
+    [output] = llm.generate("q", temperature=0, max_tokens=9, use_tqdm=False)
+    assert (output.text, output.outputs[0].finish_reason) == ("r", "stop")

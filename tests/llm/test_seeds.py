@@ -47,7 +47,7 @@ def test_completions_differ_and_repeat_with_a_seed(llm):
 def test_an_engines_seed_repeats_its_unseeded_requests(make_llm):
     def run(seed: int) -> list[list[list[int]]]:
         with make_llm(seed=seed) as llm:
-            return ids(llm.generate([[1], [1]], max_tokens=6, use_tqdm=False))
+            return ids(llm.generate([[1]] * 6, max_tokens=1, temperature=3, use_tqdm=False))
 
     first = run(3)
     assert run(3) == first
