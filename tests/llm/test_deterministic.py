@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, SamplingParams
+from tests.llm import tiny
 from tests.llm.tiny import prompt_ids
 
 # Around pages (8 tokens) and blocks of prefill rows (32); some come in two chunks.
@@ -88,6 +89,15 @@ def test_completions_of_one_prompt(deterministic):
 def test_two_programs_do_everything(deterministic):
     deterministic.generate(*map(list, zip(*requests())), use_tqdm=False)
     assert deterministic.metrics()["executables"] == 2 + 1  # and the upload of a slot
+
+
+@pytest.mark.slow
+def test_sliding_window(xla_cache):
+    """Where such a layer's context begins depends on the block of rows that a token is in."""
+    config = tiny.CONFIG | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
+    options = tiny.ENGINE | {"deterministic": True, "max_num_batched_tokens": 128, "compilation_cache_dir": xla_cache}
+    with LLM(config=config, params=tiny.random_tensors(), tokenizer=tiny.tokenizer(), **options) as llm:
+        check(llm, requests())
 
 
 @pytest.mark.slow

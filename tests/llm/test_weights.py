@@ -89,12 +89,16 @@ def test_update_in_bfloat16(make_llm):
 
 
 def test_update_between_two_steps_of_a_request(swapped):
-    stream = swapped.stream(PROMPT, PARAMS.clone(max_tokens=60))
+    new = jax.tree.map(jax.numpy.asarray, tiny.decoder_params(seed=1))
+    prompt = prompt_ids(25)
+    stream = swapped.stream(prompt, PARAMS.clone(max_tokens=60))
     next(stream)
-    swapped.update_params(tiny.random_tensors(seed=1))
-    assert len(list(stream)[-1].output.outputs[0].token_ids) == 60
-    # What it computed with both is not offered to others.
-    assert swapped.generate(PROMPT, PARAMS, use_tqdm=False)[0].num_cached_tokens == 0
+    swapped.update_params(new)
+    assert swapped.generate(prompt, PARAMS, use_tqdm=False)[0].num_cached_tokens == 0
+    ids = list(stream)[-1].output.outputs[0].token_ids
+    assert len(ids) == 60
+    # What it computed with both is not offered to others: only the prompt's pages are, made by the request after it.
+    assert swapped.generate(prompt + ids, PARAMS, use_tqdm=False)[0].num_cached_tokens == 24
 
 
 def test_update_refuses_what_does_not_fit(llm, dense):
