@@ -22,6 +22,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
 MAX_CACHE_SALT_CHARS = 1024
 INT32_MAX = 2**31 - 1
+MAX_ABS_LOGIT_BIAS = 100.0
 FACTOR_LIMIT = 1e4  # of temperature and repetition_penalty: scaled logits stay finite in float32
 
 
@@ -199,6 +200,8 @@ _OPTIONAL_NUMBERS = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (1 / FACTOR_LIMIT, FACTOR_LIMIT),
 }
+# Lowest and highest value of every field that is a number.
+RANGES: Mapping[str, tuple[float, float]] = _INTEGERS | _OPTIONAL_INTEGERS | _NUMBERS | _OPTIONAL_NUMBERS
 _FLAGS = (
     "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")
 
@@ -206,7 +209,7 @@ _FLAGS = (
 def check_text(param: str, value: object) -> str:
     """Returns `value` if it is a string that UTF-8 can hold; RequestError otherwise."""
     if not isinstance(value, str):
-        raise RequestError(f"{param} must be a string, got {_short(value)}", param)
+        raise RequestError(f"{param} must be a string, got {shortened(value)}", param)
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -218,7 +221,7 @@ def check_text(param: str, value: object) -> str:
 def check_token_ids(param: str, value: object) -> tuple[int, ...]:
     """Returns `value` as a tuple of ids >= 0, from any sized collection of integers; RequestError otherwise."""
     if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
-        raise RequestError(f"{param} must be a list of token ids, got {_short(value)}", param)
+        raise RequestError(f"{param} must be a list of token ids, got {shortened(value)}", param)
     ids = tuple(value)
     if not all(type(i) is int for i in ids):  # the usual case costs no call per id: prompts are long
         ids = tuple(_integer(f"each id of {param}", i, 0, INT32_MAX, param) for i in ids)
@@ -231,7 +234,7 @@ def check_token_ids(param: str, value: object) -> tuple[int, ...]:
 def _integer(name: str, value: object, low: int, high: int, param: str | None = None) -> int:
     # numpy's integers are welcome; bool is an int only by history.
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
-        raise RequestError(f"{name} must be an integer from {low} to {high}, got {_short(value)}", param or name)
+        raise RequestError(f"{name} must be an integer from {low} to {high}, got {shortened(value)}", param or name)
     return int(value)
 
 
@@ -243,29 +246,30 @@ def _number(name: str, value: object, low: float, high: float) -> float:
         except OverflowError:  # an integer beyond any float
             number = math.inf
     if not low <= number <= high:
-        raise RequestError(f"{name} must be a number from {low:g} to {high:g}, got {_short(value)}", name)
+        raise RequestError(f"{name} must be a number from {low:g} to {high:g}, got {shortened(value)}", name)
     return number
 
 
 def _logit_bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise RequestError(f"logit_bias must map token ids to numbers, got {_short(value)}", "logit_bias")
+        raise RequestError(f"logit_bias must map token ids to numbers, got {shortened(value)}", "logit_bias")
     if len(value) > MAX_LOGIT_BIAS:
         raise RequestError(f"logit_bias has {len(value)} entries, at most {MAX_LOGIT_BIAS} are allowed", "logit_bias")
     ids = check_token_ids("logit_bias", list(value))
-    return {i: _number("logit_bias", bias, -100.0, 100.0) for i, bias in zip(ids, value.values(), strict=True)}
+    limit = MAX_ABS_LOGIT_BIAS
+    return {i: _number("logit_bias", bias, -limit, limit) for i, bias in zip(ids, value.values(), strict=True)}
 
 
 def _strings(param: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise RequestError(f"{param} must be a list of strings, got {_short(value)}", param)
+        raise RequestError(f"{param} must be a list of strings, got {shortened(value)}", param)
     texts = tuple(check_text(param, text) for text in value)
     if "" in texts:
         raise RequestError(f"{param} holds an empty string, which would match everywhere; leave it out", param)
     return texts
 
 
-def _short(value: object) -> str:
+def shortened(value: object) -> str:
     """A user's value for a message: a huge one must not fill the log."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

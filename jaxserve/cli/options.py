@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
-import inspect
-import re
 import types
 import typing
 from collections.abc import Callable, Collection
@@ -19,6 +17,7 @@ from typing import Any
 import click
 
 from jaxserve.config import EngineConfig
+from jaxserve.field_docs import field_docs
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.serving.config import ServeConfig
 
@@ -36,18 +35,6 @@ class IdValue(click.ParamType):
             return int(token_id), float(number)
         except ValueError:
             self.fail(f"{value!r} is not ID=VALUE, for example 17=-100", param, ctx)
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """The texts of the "Attributes:" section of a dataclass' docstring, by field name."""
-    section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:")[2]
-    section = re.split(r"\n(?=\S)", section)[0]  # what is not indented does not belong to it
-    docs: dict[str, str] = {}
-    for entry in re.split(r"\n {4}(?=\w)", section):
-        names, _, text = entry.partition(":")
-        for name in names.split(","):
-            docs[name.strip()] = " ".join(text.split())
-    return docs
 
 
 def _click_type(annotation: Any) -> tuple[Any, bool]:

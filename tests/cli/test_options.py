@@ -8,8 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from jaxserve.cli.main import CONTEXT_SETTINGS, main
-from jaxserve.cli.options import field_docs, given, options_of
+from jaxserve.cli.options import given, options_of
 from jaxserve.config import EngineConfig
+from jaxserve.field_docs import field_docs
 from jaxserve.sampling_params import SamplingParams
 
 
