@@ -11,21 +11,34 @@ written before any is read, so sequences of one batch may share pages that this 
     batch -> plan_batch()      once a step: everything that does not depend on the layer
     q, k, v, pool, plan -> paged_attention()   once a layer
 
-The pool is an opaque pytree; each backend lays it out as its device likes.
+The pool is an opaque pytree; each backend lays it out as its device likes. A pool of an 8 bit dtype holds one
+float32 scale for each token and kv head beside K and one beside V (`quantize`); scales live in the same pages, so
+whoever copies or shares a page has them too.
+
+A backend is a module with `pool_spec`, `plan_batch` and `paged_attention`, as below but without the `backend`
+argument, and `unsupported(spec)`: what in the spec it cannot do, in words, or None.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.quantize import LARGEST
+
 Backend = Literal["reference", "xla"]
 Pool = Any
 Plan = Any
+
+POOL_DTYPES = ("float32", "bfloat16", "float16", *LARGEST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +50,7 @@ class AttentionSpec:
             `h // (num_heads // num_kv_heads)`.
         num_pages: pages of one layer, the dummy page 0 included.
         page_size: tokens in a page.
-        dtype: of K and V in the pool.
+        dtype: of K and V in the pool, one of `POOL_DTYPES`; "int8" and "float8_e4m3fn" are quantised.
         scale: factor on q.k before the softmax.
         softcap: scores become `softcap * tanh(scores / softcap)`; None: off.
         query_block: alignment of prefill chunks, in rows.
@@ -54,11 +67,16 @@ class AttentionSpec:
     softcap: float | None = None
     query_block: int = 32
 
+    def __post_init__(self) -> None:
+        if self.dtype not in POOL_DTYPES:
+            raise ValueError(f"a KV pool cannot be of dtype {self.dtype!r}; known: {', '.join(POOL_DTYPES)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} kv heads evenly")
+
     @property
-    def pool_bytes(self) -> int:
-        """Bytes of K and V of all layers."""
-        rows = self.num_layers * self.num_pages * self.page_size
-        return 2 * rows * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+    def quantized(self) -> bool:
+        """K and V are in 8 bits, with scales."""
+        return self.dtype in LARGEST
 
 
 @jax.tree_util.register_dataclass
@@ -97,25 +115,67 @@ def token_rows(batch: AttentionBatch) -> tuple[jax.Array, jax.Array, jax.Array]:
     return jnp.where(valid, seq, 0), jnp.where(valid, position, 0), valid
 
 
-def choose_backend(platform: str) -> Backend:
-    """The backend for a jax platform name. Today every platform takes the portable XLA path."""
-    del platform
-    return "xla"
+# What each backend needs of a device, in words and as a test; the fastest backend first. What it needs of the spec,
+# its module knows, which is only imported where the device is right.
+_NEEDS: dict[Backend, tuple[str, Callable[[Any], bool]]] = {
+    "xla": ("any device", lambda device: True),
+    "reference": ("any device", lambda device: True),
+}
 
 
-def _module(backend: Backend):
-    if backend == "xla":
-        from kernels_pallas import xla
-        return xla
-    if backend == "reference":
-        from kernels_pallas import reference
-        return reference
-    raise ValueError(f"unknown attention backend {backend!r}; known: reference, xla")
+@dataclass(frozen=True)
+class Choice:
+    """A backend, and in a sentence why it was taken."""
+
+    backend: Backend
+    reason: str
+
+
+def why_not(backend: Backend, device: Any, spec: AttentionSpec) -> str | None:
+    """Why a backend cannot serve this spec on this device, in words; None: it can.
+
+    Args:
+        device: a jax Device, or anything with `platform`, `device_kind` and, for GPUs, `compute_capability`.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    words, fits = _NEEDS[_known(backend)]
+    if not fits(device):
+        return f"{backend} needs {words}"
+    missing = _module(backend).unsupported(spec)
+    return None if missing is None else f"{backend} cannot do {missing}"
+
+
+def choose_backend(device: Any, spec: AttentionSpec) -> Choice:
+    """The fastest backend that can serve this spec on this device; arguments as for `why_not`."""
+    objections = {backend: why_not(backend, device, spec) for backend in _NEEDS}
+    chosen = next(backend for backend, objection in objections.items() if objection is None)
+    kind = device.device_kind
+    if device.platform == "gpu":
+        kind += f" (compute capability {device.compute_capability})"
+    faster = "; ".join(objection for objection in objections.values() if objection is not None)
+    return Choice(chosen, f"{kind}: {faster}" if faster else f"nothing faster is built for {kind}")
+
+
+def _known(backend: Backend) -> Backend:
+    if backend not in get_args(Backend):
+        raise ValueError(f"unknown attention backend {backend!r}; known: {', '.join(get_args(Backend))}")
+    return backend
+
+
+def _module(backend: Backend) -> ModuleType:
+    return importlib.import_module(f"kernels_pallas.{_known(backend)}")
 
 
 def pool_spec(spec: AttentionSpec, backend: Backend) -> Pool:
     """The pool as a pytree of ShapeDtypeStructs. Tensor parallelism shards the kv-head axis, axis 1."""
     return _module(backend).pool_spec(spec)
+
+
+def pool_bytes(spec: AttentionSpec, backend: Backend) -> int:
+    """Bytes of the whole pool as the backend lays it out, scales and padding included."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool_spec(spec, backend)))
 
 
 def init_pool(spec: AttentionSpec, backend: Backend) -> Pool:
@@ -129,7 +189,8 @@ def plan_batch(batch: AttentionBatch, spec: AttentionSpec, backend: Backend) -> 
 
 
 def paged_attention(q: jax.Array, k: jax.Array, v: jax.Array, pool: Pool, plan: Plan, *, layer: jax.Array,
-                    window: jax.Array | None, spec: AttentionSpec, backend: Backend) -> tuple[jax.Array, Pool]:
+                    window: jax.Array | None, sinks: jax.Array | None = None, spec: AttentionSpec,
+                    backend: Backend) -> tuple[jax.Array, Pool]:
     """Writes this step's K/V rows into the pool and attends, causally.
 
     Args:
@@ -138,8 +199,11 @@ def paged_attention(q: jax.Array, k: jax.Array, v: jax.Array, pool: Pool, plan: 
         plan: from `plan_batch`.
         layer: i32 scalar.
         window: i32 scalar, a token at position p sees positions (p - window, p]; None: all of them.
+        sinks: f32[num_heads], a logit of each query head that takes part in the softmax without a value (gpt-oss);
+            neither scale nor softcap touch it. None: none.
 
     Returns:
         (out [T, num_heads, head_dim] of q's dtype, pool). Rows of padding are zero.
     """
-    return _module(backend).paged_attention(q, k, v, pool, plan, layer=layer, window=window, spec=spec)
+    return _module(backend).paged_attention(q, k, v, pool, plan, layer=layer, window=window, sinks=sinks,
+                                            spec=spec)

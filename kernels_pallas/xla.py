@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.api import AttentionBatch, AttentionSpec, token_rows
+from kernels_pallas.quantize import quantize
 
 # Measured on two Zen 5 cores with SmolLM2-135M's heads (3 kv heads of 64): a decode row's cost is reading K and
 # V, 13 to 19 GB/s here. Steps of 32 tokens lose a third to the loop's overhead; larger tiles lose more to rows
@@ -62,11 +63,17 @@ class Plan:
     prefill: _Blocks | None
 
 
+def unsupported(spec: AttentionSpec) -> str | None:
+    del spec
+    return None
+
+
 def _storage_dtype(spec: AttentionSpec) -> jnp.dtype:
-    # jax 0.10's CPU backend turns a whole 16-bit float pool into float32 and back on every scatter.
-    # The same bits as uint16 stay in place on every version and platform.
+    # XLA's CPU backend turns a whole pool of 8 bit floats into wider ones and back on every scatter, and jax 0.10's
+    # one of 16 bit floats too. The same bits as integers stay in place on every version and platform.
     dtype = jnp.dtype(spec.dtype)
-    return jnp.dtype(jnp.uint16) if dtype.itemsize == 2 else dtype
+    small_float = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.dtype(f"uint{8 * dtype.itemsize}") if small_float else dtype
 
 
 def _to_storage(x: jax.Array, spec: AttentionSpec) -> jax.Array:
@@ -83,8 +90,11 @@ def _from_storage(x: jax.Array, spec: AttentionSpec) -> jax.Array:
 def pool_spec(spec: AttentionSpec) -> dict[str, jax.ShapeDtypeStruct]:
     pages, K, N, D = spec.num_layers * spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim
     # Keys lie transposed, so that both products of attention find their operands as XLA's matmul wants them.
-    return {"k": jax.ShapeDtypeStruct((pages, K, D, N), _storage_dtype(spec)),
+    pool = {"k": jax.ShapeDtypeStruct((pages, K, D, N), _storage_dtype(spec)),
             "v": jax.ShapeDtypeStruct((pages, K, N, D), _storage_dtype(spec))}
+    if spec.quantized:
+        pool |= {f"{name}_scale": jax.ShapeDtypeStruct((pages, K, N), jnp.float32) for name in ("k", "v")}
+    return pool
 
 
 def _sort(tables, positions, kv_block_pages: int) -> _Blocks:
@@ -112,7 +122,7 @@ def plan_batch(batch: AttentionBatch, spec: AttentionSpec) -> Plan:
     return Plan(write_page=page, write_offset=position % spec.page_size, decode=decode, prefill=prefill)
 
 
-def _attend(q, pool, blocks: _Blocks, base, window, tile: int, spec: AttentionSpec):
+def _attend(q, pool, blocks: _Blocks, base, window, sinks, tile: int, spec: AttentionSpec):
     """q [B, R, H, D] -> out [B, R, H, D] float32."""
     B, R, H, D = q.shape
     K, N = spec.num_kv_heads, spec.page_size
@@ -145,12 +155,18 @@ def _attend(q, pool, blocks: _Blocks, base, window, tile: int, spec: AttentionSp
 
         q_t, table_t, whole_t, ragged_t = part(q), part(tables), part(whole_steps), part(ragged_starts)
         pos_t = jnp.repeat(part(positions), G, axis=1)               # [I, R*G]
+        sink_t = None if sinks is None else jnp.tile(sinks.reshape(K, G), (1, R))[None, :, :, None]  # [1, K, R*G, 1]
 
         def read(name, pages):
             # One contiguous row a page: XLA copies it at full speed only when no shape or mask is fused in.
             rows = pool[name].reshape(pool[name].shape[0], -1).at[pages.reshape(-1)].get(mode="promise_in_bounds")
             rows = lax.optimization_barrier(rows).reshape(tile, kv_block_pages, *pool[name].shape[1:])
             return _from_storage(rows, spec).astype(jnp.float32)
+
+        def read_scales(name, pages):
+            """[I, K, 1, n], to multiply scores and weights with."""
+            scales = pool[name].at[pages].get(mode="promise_in_bounds")                      # [I, p, K, N]
+            return scales.swapaxes(1, 2).reshape(tile, K, 1, kv_block)
 
         def step(at_step, carry, whole: bool):
             """One KV step; at_step [I] or scalar is its index. `whole`: every query row sees all of it."""
@@ -160,9 +176,12 @@ def _attend(q, pool, blocks: _Blocks, base, window, tile: int, spec: AttentionSp
             at_page = jnp.minimum(at_page, table_t.shape[1] - 1)
             pages = jnp.take_along_axis(table_t, at_page, axis=1) + base
             k, v = read("k", pages), read("v", pages)                # [I, p, K, D, N], [I, p, K, N, D]
+            v_scale = read_scales("v_scale", pages) if spec.quantized else None
             # Pages stay a batch axis: merging them into one context axis would transpose K and V.
             scores = jnp.einsum("ikqd,ipkdn->ikqpn", q_t, k, preferred_element_type=jnp.float32)
             scores = scores.reshape(tile, K, R * G, kv_block)
+            if spec.quantized:
+                scores *= read_scales("k_scale", pages)
             if spec.softcap is not None:
                 scores = spec.softcap * jnp.tanh(scores / spec.softcap)
             if not whole:
@@ -174,10 +193,13 @@ def _attend(q, pool, blocks: _Blocks, base, window, tile: int, spec: AttentionSp
                 # Rows beyond the context may hold anything, NaN included, and 0 * NaN is NaN.
                 written = (at <= pos_t.max(axis=1, keepdims=True)).reshape(tile, kv_block_pages, 1, N, 1)
                 v = jnp.where(written, v, 0.0)
+                if v_scale is not None:
+                    v_scale = jnp.where(written.reshape(tile, 1, 1, kv_block), v_scale, 0.0)
             new_top = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
             weights = jnp.exp(scores - new_top)                      # exactly 0 where masked
             keep = jnp.exp(top - new_top)
-            by_page = weights.reshape(tile, K, R * G, kv_block_pages, N)
+            scaled = weights if v_scale is None else weights * v_scale
+            by_page = scaled.reshape(tile, K, R * G, kv_block_pages, N)
             acc = acc * keep + jnp.einsum("ikqpn,ipknd->ikqd", by_page, v, preferred_element_type=jnp.float32)
             return new_top, total * keep + weights.sum(axis=-1, keepdims=True), acc
 
@@ -193,7 +215,12 @@ def _attend(q, pool, blocks: _Blocks, base, window, tile: int, spec: AttentionSp
                  jnp.zeros((*shape, D), jnp.float32))
         if window is None:
             carry = lax.fori_loop(0, whole_t.max(), whole_step, carry)
-        _, total, acc = lax.fori_loop(0, part(ragged_steps).max(), ragged_step, carry)
+        top, total, acc = lax.fori_loop(0, part(ragged_steps).max(), ragged_step, carry)
+        if sinks is not None:
+            # The sink is one more step of the same softmax, with a weight and no value.
+            new_top = jnp.maximum(top, sink_t)
+            keep = jnp.exp(top - new_top)
+            total, acc = total * keep + jnp.exp(sink_t - new_top), acc * keep
         result = jnp.where((pos_t >= 0)[:, None, :, None], acc / jnp.maximum(total, 1e-30), 0.0)
         return lax.dynamic_update_slice_in_dim(out, result, t * tile, axis=0)
 
@@ -203,18 +230,24 @@ def _attend(q, pool, blocks: _Blocks, base, window, tile: int, spec: AttentionSp
     return out.reshape(B, K, R, G, D).transpose(0, 2, 1, 3, 4).reshape(B, R, H, D)
 
 
-def paged_attention(q, k, v, pool, plan: Plan, *, layer, window, spec: AttentionSpec):
+def paged_attention(q, k, v, pool, plan: Plan, *, layer, window, sinks, spec: AttentionSpec):
     T, H, D = q.shape
     base = (layer * spec.num_pages).astype(jnp.int32)
     page, offset = base + plan.write_page, plan.write_offset
+    scales = {}
+    if spec.quantized:
+        (k, k_scale), (v, v_scale) = quantize(k, spec.dtype), quantize(v, spec.dtype)
+        scales = {"k_scale": pool["k_scale"].at[page, :, offset].set(k_scale),
+                  "v_scale": pool["v_scale"].at[page, :, offset].set(v_scale)}
     pool = {"k": pool["k"].at[page, :, :, offset].set(_to_storage(k, spec)),
-            "v": pool["v"].at[page, :, offset].set(_to_storage(v, spec))}
+            "v": pool["v"].at[page, :, offset].set(_to_storage(v, spec)), **scales}
     parts = []
     num_decode = 0 if plan.decode is None else plan.decode.ends.shape[0]
     if plan.decode is not None:
-        parts.append(_attend(q[:num_decode, None], pool, plan.decode, base, window, DECODE_TILE, spec)[:, 0])
+        parts.append(_attend(q[:num_decode, None], pool, plan.decode, base, window, sinks, DECODE_TILE, spec)[:, 0])
     if plan.prefill is not None:
         blocks = q[num_decode:].reshape(-1, spec.query_block, H, D)
-        parts.append(_attend(blocks, pool, plan.prefill, base, window, PREFILL_TILE, spec).reshape(-1, H, D))
+        parts.append(_attend(blocks, pool, plan.prefill, base, window, sinks, PREFILL_TILE, spec)
+                     .reshape(-1, H, D))
     out = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
     return out.astype(q.dtype), pool

@@ -84,7 +84,8 @@ def plan_engine(spec: DecoderSpec, dtype: str, config: EngineConfig, valid_vocab
         num_layers=spec.num_layers, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
         num_pages=resolved.num_pages, page_size=resolved.page_size, dtype=dtype, scale=spec.attn_scale,
         softcap=spec.attn_softcap, query_block=QUERY_BLOCK)
-    step = StepSpec(model=spec, attention=attention, backend=kernels.choose_backend(device.platform),
+    choice = kernels.choose_backend(device, attention)
+    step = StepSpec(model=spec, attention=attention, backend=choice.backend,
                     valid_vocab=valid_vocab, max_logprobs=config.max_logprobs)
     params = abstract_params(spec, dtype)
     if takes_bits(dtype, device):
@@ -95,7 +96,7 @@ def plan_engine(spec: DecoderSpec, dtype: str, config: EngineConfig, valid_vocab
     smallest = EnginePlan(device=device, config=resolved, step=step, params=params, buckets=buckets, pool_reason="")
 
     size = size_pool(
-        config, page_bytes=attention.pool_bytes // attention.num_pages, page_size=resolved.page_size,
+        config, page_bytes=smallest.pool_bytes // attention.num_pages, page_size=resolved.page_size,
         max_model_len=resolved.max_model_len, max_num_seqs=resolved.max_num_seqs, device=device,
         weights_bytes=0 if weights_loaded else smallest.weights_bytes,
         step_temp_bytes=lambda: _step_temp_bytes(smallest, config.compilation_cache_dir))
@@ -103,6 +104,7 @@ def plan_engine(spec: DecoderSpec, dtype: str, config: EngineConfig, valid_vocab
         smallest, config=dataclasses.replace(resolved, num_pages=size.num_pages),
         step=dataclasses.replace(step, attention=dataclasses.replace(attention, num_pages=size.num_pages)),
         pool_reason=size.reason)
+    logger.info("attention backend: %s (%s)", choice.backend, choice.reason)
     logger.info("KV pool: %d pages of %d tokens, %.0f MiB (%s)", size.num_pages, resolved.page_size,
                 plan.pool_bytes / 2**20, size.reason)
     return plan

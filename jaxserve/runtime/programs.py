@@ -49,7 +49,7 @@ class EnginePlan:
 
     @property
     def pool_bytes(self) -> int:
-        return self.step.attention.pool_bytes
+        return kernels.pool_bytes(self.step.attention, self.step.backend)
 
     @property
     def weights_bytes(self) -> int:

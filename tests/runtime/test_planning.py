@@ -14,7 +14,8 @@ from jaxserve.runtime.planning import plan_engine, resolve_dtype, resolve_max_mo
 from jaxserve.runtime.programs import ADMIT
 from tests.runtime.rig import SPEC, VALID_VOCAB, make_plan
 
-CPU, GPU = (types.SimpleNamespace(platform=name, device_kind="fake") for name in ("cpu", "gpu"))
+CPU, GPU = (types.SimpleNamespace(platform=name, device_kind="fake", compute_capability="7.5")
+            for name in ("cpu", "gpu"))
 
 
 def with_positions(max_position: int, rope_limit: int | None = None):
