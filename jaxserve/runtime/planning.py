@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from jaxserve.models.params import abstract_params
 from jaxserve.models.spec import DecoderSpec
 from jaxserve.runtime.buckets import make_buckets
 from jaxserve.runtime.executables import Executables
-from jaxserve.runtime.memory import size_pool
+from jaxserve.runtime.memory import PoolSize, size_pool
 from jaxserve.runtime.programs import EnginePlan
 from jaxserve.runtime.step import StepSpec
 from kernels_pallas._compat import CPU_SCAN_WIDENS_BFLOAT16
@@ -63,6 +65,19 @@ def plan_engine(spec: DecoderSpec, dtype: str, config: EngineConfig, valid_vocab
         ConfigError: an option does not fit the model.
         OutOfMemoryError: weights and pool do not fit, with the numbers.
     """
+    smallest = smallest_plan(spec, dtype, config, valid_vocab, device)
+    size = pool_size(smallest, config, device, weights_bytes=0 if weights_loaded else smallest.weights_bytes,
+                     step_temp_bytes=lambda: _step_temp_bytes(smallest, config.compilation_cache_dir))
+    plan = with_pool(smallest, size)
+    logger.info("attention backend: %s (%s)", plan.step.backend, plan.backend_reason)
+    logger.info("KV pool: %d pages of %d tokens, %.0f MiB (%s)", size.num_pages, plan.config.page_size,
+                plan.pool_bytes / 2**20, size.reason)
+    return plan
+
+
+def smallest_plan(spec: DecoderSpec, dtype: str, config: EngineConfig, valid_vocab: int,
+                  device: jax.Device) -> EnginePlan:
+    """Every option resolved, but for the pool, which has its least size. Arguments and errors: see `plan_engine`."""
     cpu = device.platform == "cpu"
     valid_vocab = min(valid_vocab, spec.vocab_size)
     resolved = ResolvedConfig(
@@ -93,21 +108,25 @@ def plan_engine(spec: DecoderSpec, dtype: str, config: EngineConfig, valid_vocab
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.uint16), params.layers))
     # A single bfloat16 row takes a slow path of XLA's CPU matmul, two rows do not.
     buckets = make_buckets(resolved, min_decode_rows=2 if cpu and dtype == "bfloat16" else 1)
-    smallest = EnginePlan(device=device, config=resolved, step=step, params=params, buckets=buckets, pool_reason="")
+    return EnginePlan(device=device, config=resolved, step=step, params=params, buckets=buckets,
+                      backend_reason=choice.reason, pool_reason="")
 
-    size = size_pool(
-        config, page_bytes=smallest.pool_bytes // attention.num_pages, page_size=resolved.page_size,
-        max_model_len=resolved.max_model_len, max_num_seqs=resolved.max_num_seqs, device=device,
-        weights_bytes=0 if weights_loaded else smallest.weights_bytes,
-        step_temp_bytes=lambda: _step_temp_bytes(smallest, config.compilation_cache_dir))
-    plan = dataclasses.replace(
-        smallest, config=dataclasses.replace(resolved, num_pages=size.num_pages),
-        step=dataclasses.replace(step, attention=dataclasses.replace(attention, num_pages=size.num_pages)),
-        pool_reason=size.reason)
-    logger.info("attention backend: %s (%s)", choice.backend, choice.reason)
-    logger.info("KV pool: %d pages of %d tokens, %.0f MiB (%s)", size.num_pages, resolved.page_size,
-                plan.pool_bytes / 2**20, size.reason)
-    return plan
+
+def pool_size(plan: EnginePlan, config: EngineConfig, device: Any, *, weights_bytes: int,
+              step_temp_bytes: Callable[[], int]) -> PoolSize:
+    """How large the pool of a plan may be on `device`; see `size_pool`."""
+    return size_pool(
+        config, page_bytes=plan.pool_bytes // plan.config.num_pages, page_size=plan.config.page_size,
+        max_model_len=plan.config.max_model_len, max_num_seqs=plan.config.max_num_seqs, device=device,
+        weights_bytes=weights_bytes, step_temp_bytes=step_temp_bytes)
+
+
+def with_pool(plan: EnginePlan, size: PoolSize) -> EnginePlan:
+    """The plan with a pool of this size."""
+    attention = dataclasses.replace(plan.step.attention, num_pages=size.num_pages)
+    return dataclasses.replace(
+        plan, config=dataclasses.replace(plan.config, num_pages=size.num_pages),
+        step=dataclasses.replace(plan.step, attention=attention), pool_reason=size.reason)
 
 
 def takes_bits(dtype: str, device: jax.Device) -> bool:

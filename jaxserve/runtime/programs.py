@@ -32,6 +32,7 @@ class EnginePlan:
 
     Attributes:
         params: shapes and dtypes of the weights as the step takes them.
+        backend_reason: why attention runs on `step.backend`, for the log.
         pool_reason: why the KV pool has its size, for the log.
     """
 
@@ -40,6 +41,7 @@ class EnginePlan:
     step: StepSpec
     params: DecoderParams
     buckets: tuple[Bucket, ...]
+    backend_reason: str
     pool_reason: str
 
     @property
