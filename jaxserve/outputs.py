@@ -103,6 +103,8 @@ class StreamEvent:
         logprobs: entries for the new ids, when asked for.
         finish_reason, stop_reason: set in the completion's last event.
         output: the whole RequestOutput, only in the request's very last event.
+        prompt_logprobs: of the whole prompt, when asked for; in the first event after the prompt was read,
+            whichever completion it is of.
     """
 
     index: int
@@ -112,3 +114,4 @@ class StreamEvent:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     output: RequestOutput | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None

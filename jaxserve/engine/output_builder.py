@@ -108,9 +108,11 @@ class RequestState:
         completion = self._completions[index]
         if completion.finish_reason is not None or not token_ids:
             return None
+        prompt_logprobs = None
         if self._timings.first_token is None:
             self._timings.first_token = self._clock() - self._arrival
-        return self._event(completion, completion.append(token_ids, logprob_rows))
+            prompt_logprobs = self._prompt_logprobs  # complete: whatever sampled has read the whole prompt
+        return self._event(completion, completion.append(token_ids, logprob_rows), prompt_logprobs)
 
     def finish(self, index: int, reason: FinishReason, stop_reason: int | str | None = None) -> StreamEvent | None:
         """Ends a completion from outside (abort, error, length). None if it has ended already."""
@@ -155,7 +157,8 @@ class RequestState:
         events = (self.finish(index, reason) for index in range(len(self._completions)))
         return [event for event in events if event is not None]
 
-    def _event(self, completion: _Completion, step: _Increment) -> StreamEvent:
+    def _event(self, completion: _Completion, step: _Increment,
+               prompt_logprobs: list[PositionLogprobs | None] | None = None) -> StreamEvent:
         output = None
         if completion.finish_reason is not None:
             self._num_running -= 1
@@ -164,7 +167,7 @@ class RequestState:
                 output = self.output()
         return StreamEvent(
             completion.index, step.text, step.token_ids, step.logprobs, completion.finish_reason,
-            completion.stop_reason, output)
+            completion.stop_reason, output, prompt_logprobs)
 
 
 class _Increment(NamedTuple):

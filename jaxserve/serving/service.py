@@ -110,6 +110,7 @@ class RequestStream:
         self.abort_cause: str | None = None
         self._service = service
         self._mailbox: dict[int, _Increment] = {}
+        self._prompt_logprobs: list[PositionLogprobs | None] | None = None  # until the first event is read
         self._wake = asyncio.Event()
         self._admitted = False
         self._let_go = False  # by the engine: there is nothing more to come
@@ -132,7 +133,8 @@ class RequestStream:
                 raise DeadlineExceededError("the deadline came before the end of the request")
             await self._woken()
         index = next(iter(self._mailbox))
-        event = self._mailbox.pop(index).event(index)
+        event = self._mailbox.pop(index).event(index, self._prompt_logprobs)
+        self._prompt_logprobs = None
         if event.output is not None:
             self._read = True
             if event.output.error is not None:
@@ -193,6 +195,7 @@ class RequestStream:
             if self._deadline is not None:
                 self._deadline.cancel()
         if not self._read:
+            self._prompt_logprobs = self._prompt_logprobs or event.prompt_logprobs
             increment = self._mailbox.pop(event.index, None) or _Increment()
             increment.add(event)
             self._mailbox[event.index] = increment  # at the end: the event with the output has to be the last
@@ -217,9 +220,9 @@ class _Increment:
             self._logprobs = (self._logprobs or []) + event.logprobs
         self._finish_reason, self._stop_reason, self.output = event.finish_reason, event.stop_reason, event.output
 
-    def event(self, index: int) -> StreamEvent:
+    def event(self, index: int, prompt_logprobs: list[PositionLogprobs | None] | None) -> StreamEvent:
         return StreamEvent(index, "".join(self._texts), self._token_ids, self._logprobs, self._finish_reason,
-                           self._stop_reason, self.output)
+                           self._stop_reason, self.output, prompt_logprobs)
 
 
 class Service:

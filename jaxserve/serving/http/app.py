@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import re
 import uuid
@@ -22,10 +23,10 @@ import jaxserve
 from jaxserve.errors import JaxserveError
 from jaxserve.sampling_params import check_token_ids
 from jaxserve.serving.http.answers import to_json
-from jaxserve.serving.http.errors import ApiError, api_error, invalid
-from jaxserve.serving.http.fields import Fields, parse_json, unknown_model
-from jaxserve.serving.http.generation import Chat, Completions
-from jaxserve.serving.http.requests import chat_request, completion_request, conversation
+from jaxserve.serving.http.calls import CALLS, Call
+from jaxserve.serving.http.errors import ApiError, api_error
+from jaxserve.serving.http.fields import parse_json
+from jaxserve.serving.http.requests import check_model, detokenize_request, tokenize_request
 from jaxserve.serving.http.streams import ClientGone, EventStream, while_connected
 from jaxserve.serving.metrics import CONTENT_TYPE, ServingMetrics
 from jaxserve.serving.service import Service, State
@@ -109,7 +110,8 @@ class _Endpoints:
             return Route(path, endpoint, methods=["POST"])
 
         return [
-            post("/v1/completions", self.completions), post("/v1/chat/completions", self.chat),
+            *(post(path, functools.partial(self.generate, make_call)) for path, make_call in CALLS.items()),
+            Route("/v1/responses/{response_id:path}", self.stored_response, methods=["GET", "POST", "DELETE"]),
             get("/v1/models", self.models), get("/v1/models/{model:path}", self.model),
             post("/tokenize", self.tokenize), post("/detokenize", self.detokenize),
             get("/health", self.health), Route("/ping", self.health, methods=["GET", "POST"]),
@@ -118,25 +120,18 @@ class _Endpoints:
 
     # -- generation
 
-    async def completions(self, request: Request) -> Any:
-        body = await self._body(request)
-        parsed = completion_request(body, self._service.model_name)
-        call = Completions(self._service, parsed, f"cmpl-{request.state.request_id}")
-        return await self._generate(request, call, parsed.output.stream)
-
-    async def chat(self, request: Request) -> Any:
-        body = await self._body(request)
-        parsed = chat_request(body, self._service.model_name,
-                              trust_templates=self._options.trust_request_chat_template)
-        call = Chat(self._service, parsed, f"chatcmpl-{request.state.request_id}")
-        return await self._generate(request, call, parsed.output.stream)
-
-    async def _generate(self, request: Request, call: Completions | Chat, stream: bool) -> Any:
+    async def generate(self, make_call: Callable[..., Call], request: Request) -> Any:
+        call = make_call(self._service, await self._body(request), request.state.request_id,
+                         trust_templates=self._options.trust_request_chat_template)
         # Whatever refuses the request does so here, so that it has a status of its own, streamed or not.
         streams = await while_connected(request.receive, call.start())
-        if stream:
-            return EventStream(call.stream(streams), streams)
+        if call.streamed:
+            return EventStream(call.events(streams), streams)
         return _json(await while_connected(request.receive, call.whole(streams)))
+
+    async def stored_response(self, request: Request) -> Response:
+        raise ApiError(404, "answers are not stored here, so there is none to be had later", param="response_id",
+                       code="response_not_found")
 
     # -- models
 
@@ -144,9 +139,7 @@ class _Endpoints:
         return _json({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["model"]
-        if name != self._service.model_name:
-            raise unknown_model(name, self._service.model_name)
+        check_model(request.path_params["model"], self._service.model_name)
         return _json(self._model())
 
     def _model(self) -> dict[str, Any]:
@@ -157,31 +150,21 @@ class _Endpoints:
     # -- text
 
     async def tokenize(self, request: Request) -> Response:
-        fields = Fields(await self._body(request))
-        fields.model(self._service.model_name)
-        names = fields.flag("return_token_strs")
-        if "messages" in fields:
-            messages, template = conversation(fields, trust_templates=self._options.trust_request_chat_template)
-            fields.end()
-            ids = await self._service.tokenize_chat(messages, template)
+        asked = tokenize_request(await self._body(request), self._service.model_name,
+                                 trust_templates=self._options.trust_request_chat_template)
+        if asked.messages is not None:
+            ids = await self._service.tokenize_chat(asked.messages, asked.template)
         else:
-            prompt, special = fields.take("prompt"), fields.flag("add_special_tokens", True)
-            fields.end()
-            if not isinstance(prompt, str):
-                raise invalid("give a prompt, which is a text, or messages", "prompt")
-            ids = await self._service.tokenize(prompt, add_special_tokens=special)
+            ids = await self._service.tokenize(asked.prompt or "", add_special_tokens=asked.add_special_tokens)
         answer = {"count": len(ids), "max_model_len": self._service.config.max_model_len, "tokens": ids}
-        if names:
+        if asked.names:
             tokenizer = self._service.tokenizer
             assert tokenizer is not None  # `ids` came from it
             answer["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
         return _json(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        fields = Fields(await self._body(request))
-        fields.model(self._service.model_name)
-        ids = check_token_ids("tokens", fields.take("tokens", ()))
-        fields.end()
+        ids = check_token_ids("tokens", detokenize_request(await self._body(request), self._service.model_name))
         return _json({"prompt": await self._service.detokenize(ids)})
 
     # -- state

@@ -1,32 +1,26 @@
-"""Reading a JSON body field by field. Every field is taken or refused: none is ignored by accident."""
+"""What a field of a request may hold. One table of fields reads a body and describes it in the OpenAPI document.
+
+Every field is taken or refused: none is ignored by accident.
+"""
 
 from __future__ import annotations
 
+import collections.abc
 import json
-from collections.abc import Mapping
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.serving.http.errors import ApiError, invalid
+from jaxserve.field_docs import field_docs
+from jaxserve.sampling_params import INT32_MAX, MAX_ABS_LOGIT_BIAS, RANGES, SamplingParams, shortened
+from jaxserve.serving.http.errors import invalid
 
-# Fields that change nothing in an answer here, whatever they hold: labels and the client's own bookkeeping.
-_LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
-# Fields of OpenAI and vLLM that are not implemented, with the values that ask for nothing.
-_NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
-    "audio": (), "prediction": (), "web_search_options": (), "verbosity": ("medium",), "modalities": (["text"],),
-    "store": (False,), "service_tier": ("auto", "default"), "suffix": ("",), "moderation": (),
-    "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
-    "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (), "guided_regex": (),
-    "guided_choice": (), "guided_grammar": (), "guided_decoding_backend": (), "structural_tag": (),
-    "reasoning_effort": (), "include_reasoning": (True,), "thinking_token_budget": (),
-    "use_beam_search": (False,), "length_penalty": (1, 1.0), "repetition_detection": (), "stream_interval": (1,),
-    "logprob_token_ids": ([],), "kv_transfer_params": (), "documents": ([],), "mm_processor_kwargs": (),
-}
-_SAMPLING = frozenset(SamplingParams.__dataclass_fields__) - {"max_tokens", "logprobs", "detokenize"}
+Schema = dict[str, Any]
 
 
-def parse_json(body: bytes) -> Any:
+def parse_json(body: bytes | str) -> Any:
     """Raises ApiError (400)."""
     try:
         return json.loads(body, parse_constant=_not_json)
@@ -38,75 +32,194 @@ def _not_json(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-class Fields:
-    """The fields of a JSON object. null is the same as absent. Raises ApiError (400), naming the field."""
+@dataclass(frozen=True)
+class Kind:
+    """A set of JSON values.
 
-    def __init__(self, body: Any):
+    Attributes:
+        schema: it, as JSON Schema 2020-12. Every value that it does not admit is refused; of those that it admits
+            some may be refused too, where a rule cannot be said there or depends on the model.
+        read: (the field's name, a value) -> the value to work with. Raises ApiError (400).
+    """
+
+    schema: Schema
+    read: Callable[[str, Any], Any]
+
+
+def simple(schema: Schema, expected: str, fits: Callable[[Any], bool]) -> Kind:
+    """The values that `fits` admits. `expected`: the end of "NAME must be"."""
+    def read(name: str, value: Any) -> Any:
+        if not fits(value):
+            raise invalid(f"{name} must be {expected}, got {shortened(value)}", name)
+        return value
+
+    return Kind(schema, read)
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def integer(low: int, high: int = INT32_MAX) -> Kind:
+    return simple({"type": "integer", "minimum": low, "maximum": high}, f"an integer from {low} to {high}",
+                  lambda value: is_integer(value) and low <= value <= high)
+
+
+def choice(*allowed: str) -> Kind:
+    return simple({"type": "string", "enum": list(allowed)}, f"one of {', '.join(allowed)}",
+                  lambda value: isinstance(value, str) and value in allowed)
+
+
+FLAG = simple({"type": "boolean"}, "true or false", lambda value: isinstance(value, bool))
+TEXT = simple({"type": "string"}, "a text", lambda value: isinstance(value, str))
+OBJECT = simple({"type": "object"}, "an object", lambda value: isinstance(value, dict))
+LABELS = simple({"type": "object", "additionalProperties": {"type": "string"}}, "an object of texts",
+                lambda value: isinstance(value, dict) and all(isinstance(item, str) for item in value.values()))
+
+
+def list_of(kind: Kind, *, least: int = 0) -> Kind:
+    """Messages name the place: `NAME[2]`."""
+    def read(name: str, value: Any) -> list[Any]:
+        if not isinstance(value, list) or len(value) < least:
+            raise invalid(f"{name} must be a list{' with at least one item' if least else ''}, got "
+                          f"{shortened(value)}", name)
+        return [kind.read(f"{name}[{i}]", item) for i, item in enumerate(value)]
+
+    return Kind({"type": "array", "items": kind.schema} | ({"minItems": least} if least else {}), read)
+
+
+def text_or_list_of(kind: Kind) -> Kind:
+    """The list has at least one item."""
+    items = list_of(kind, least=1)
+
+    def read(name: str, value: Any) -> str | list[Any]:
+        if not isinstance(value, str | list):
+            raise invalid(f"{name} must be a text or a list, got {shortened(value)}", name)
+        return value if isinstance(value, str) else items.read(name, value)
+
+    return Kind({"anyOf": [TEXT.schema, items.schema]}, read)
+
+
+def not_implemented(*neutral: Any, why: str = "") -> Field:
+    """A field of the API that has no meaning here, but for values that ask for nothing."""
+    def read(name: str, value: Any) -> None:
+        if not any(type(value) is type(allowed) and value == allowed for allowed in neutral):
+            allowed = ", or give " + " or ".join(json.dumps(allowed) for allowed in neutral) if neutral else ""
+            raise invalid(f"{name} is not implemented{why and f' ({why})'}, got {shortened(value)}; leave it out"
+                          f"{allowed}", name)
+
+    return Field(Kind({"enum": list(neutral)} if neutral else {"type": "null"}, read), "Not implemented.")
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field that may be left out, unless it is `required`; null is the same. `default`: what is read then."""
+
+    kind: Kind
+    doc: str
+    default: Any = None
+    required: bool = False
+
+
+class Table:
+    """The fields of a JSON object."""
+
+    def __init__(self, name: str, *groups: Mapping[str, Field]):
+        self.name = name
+        self.fields = {name: field for group in groups for name, field in group.items()}
+
+    def read(self, body: Any, place: str = "") -> dict[str, Any]:
+        """Every field of the table with its value or default. `place`: of an object inside a body, its field's name.
+
+        Raises ApiError (400), naming the field.
+        """
         if not isinstance(body, dict):
-            raise invalid("the body must be a JSON object")
-        self._left: dict[str, Any] = {name: value for name, value in body.items() if value is not None}
+            raise invalid(f"{place or 'the body'} must be a JSON object", place or None)
+        values = {name: field.default for name, field in self.fields.items()}
+        for name, value in body.items():
+            full = f"{place}.{name}" if place else name
+            if name not in self.fields:
+                raise invalid(f"unknown field {full!r}", full)
+            if value is not None:
+                values[name] = self.fields[name].kind.read(full, value)
+        for name, field in self.fields.items():
+            if field.required and body.get(name) is None:
+                raise invalid(f"{f'{place}.' if place else ''}{name} is required", f"{place}.{name}" if place else name)
+        return values
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._left
+    @property
+    def kind(self) -> Kind:
+        """Objects of this table as the values of a field."""
+        return Kind(self.schema, lambda name, value: self.read(value, name))
 
-    def take(self, name: str, default: Any = None) -> Any:
-        """The value of any type."""
-        return self._left.pop(name, default)
+    @property
+    def schema(self) -> Schema:
+        required = [name for name, field in self.fields.items() if field.required]
+        return {"type": "object", "additionalProperties": False,
+                "properties": {name: _property(field) for name, field in self.fields.items()},
+                **({"required": required} if required else {})}
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self.take(name, default)
-        if not isinstance(value, bool):
-            raise invalid(f"{name} must be true or false", name)
+
+def _property(field: Field) -> Schema:
+    schema = field.kind.schema if field.required else nullable(field.kind.schema)
+    default = {} if field.default is None else {"default": field.default}
+    return schema | {"description": field.doc} | default
+
+
+def nullable(schema: Schema) -> Schema:
+    match schema:
+        case {"enum": values}:
+            types_ = {"type": [schema["type"], "null"]} if "type" in schema else {}
+            return schema | types_ | {"enum": [*values, None]}
+        case {"type": str(name)}:
+            return schema if name == "null" else schema | {"type": [name, "null"]}
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+# -- the fields of SamplingParams, whose values it checks itself
+
+
+def _sampling_fields() -> dict[str, Field]:
+    hints, docs = typing.get_type_hints(SamplingParams), field_docs(SamplingParams)
+    return {field.name: Field(_sampling_kind(field.name, hints[field.name]), docs[field.name])
+            for field in fields(SamplingParams) if field.name != "detokenize"}  # an answer without text is none
+
+
+def _sampling_kind(name: str, annotation: Any) -> Kind:
+    return Kind(_schema_of(name, annotation), _token_ids_as_keys if name == "logit_bias" else lambda _, value: value)
+
+
+def _schema_of(name: str, annotation: Any) -> Schema:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        schemas = [_schema_of(name, member) for member in typing.get_args(annotation) if member is not type(None)]
+        return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    if annotation in (int, float):
+        low, high = RANGES[name]
+        return {"type": "integer" if annotation is int else "number", "minimum": low, "maximum": high}
+    if annotation is bool:
+        return FLAG.schema
+    if annotation is str:
+        return {"type": "string", "minLength": 1}
+    if typing.get_origin(annotation) is collections.abc.Mapping:
+        return {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,10}$"}, "additionalProperties": {
+            "type": "number", "minimum": -MAX_ABS_LOGIT_BIAS, "maximum": MAX_ABS_LOGIT_BIAS}}
+    item, = typing.get_args(annotation)  # of a Sequence
+    return {"type": "array", "items": {"type": "string", "minLength": 1} if item is str else
+            {"type": "integer", "minimum": 0, "maximum": INT32_MAX}}
+
+
+def _token_ids_as_keys(name: str, value: Any) -> Any:
+    if not isinstance(value, dict):
         return value
-
-    def integer(self, name: str, low: int) -> int | None:
-        value = self.take(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-            raise invalid(f"{name} must be an integer of at least {low}", name)
-        return value
-
-    def string(self, name: str) -> str | None:
-        value = self.take(name)
-        if value is not None and not isinstance(value, str):
-            raise invalid(f"{name} must be a string", name)
-        return value
-
-    def mapping(self, name: str) -> Mapping[str, Any] | None:
-        value = self.take(name)
-        if value is not None and not isinstance(value, dict):
-            raise invalid(f"{name} must be an object", name)
-        return value
-
-    def sampling(self) -> dict[str, Any]:
-        """The fields of SamplingParams that mean the same here as there; their values are checked by it."""
-        given = {name: self._left.pop(name) for name in _SAMPLING & self._left.keys()}
-        if isinstance(given.get("logit_bias"), dict):
-            given["logit_bias"] = {_token_id(key): value for key, value in given["logit_bias"].items()}
-        return given
-
-    def model(self, served: str) -> None:
-        """Takes the model's name, which may be left out. Raises ApiError (404) for another one."""
-        name = self.string("model")
-        if name is not None and name != served:
-            raise unknown_model(name, served)
-
-    def end(self) -> None:
-        """Refuses what nobody has taken."""
-        for name, value in self._left.items():
-            if name in _LABELS:
-                continue
-            if name not in _NOT_IMPLEMENTED:
-                raise invalid(f"unknown field {name!r}", name)
-            if not any(type(value) is type(neutral) and value == neutral for neutral in _NOT_IMPLEMENTED[name]):
-                raise invalid(f"{name} is not implemented; leave it out", name)
+    for key in value:
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise invalid(f"the keys of {name} must be token ids, got {shortened(key)}", name)
+    return {int(key): bias for key, bias in value.items()}
 
 
-def unknown_model(name: str, served: str) -> ApiError:
-    return ApiError(404, f"the model {name!r} does not exist; this server has {served!r}", param="model",
-                    code="model_not_found")
+SAMPLING = _sampling_fields()
 
 
-def _token_id(key: str) -> int:
-    if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-        raise invalid(f"the keys of logit_bias must be token ids, got {key!r}", "logit_bias")
-    return int(key)
+def sampling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what a table has read, the fields of SamplingParams that were given."""
+    return {name: values[name] for name in SAMPLING if values.get(name) is not None}

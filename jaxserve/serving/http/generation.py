@@ -11,8 +11,8 @@ from jaxserve.outputs import CompletionOutput, RequestOutput, StreamEvent
 from jaxserve.serving.http import answers
 from jaxserve.serving.http.answers import CompletionLogprobs, Json, TokenNames
 from jaxserve.serving.http.errors import invalid
-from jaxserve.serving.http.requests import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest
-from jaxserve.serving.http.streams import events_of, outputs_of, sse, start_all
+from jaxserve.serving.http.requests import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, Output
+from jaxserve.serving.http.streams import events_of, guarded, outputs_of, sse, start_all
 from jaxserve.serving.service import RequestStream, Service
 
 
@@ -21,6 +21,7 @@ class Completions:
     prompt i."""
 
     def __init__(self, service: Service, request: CompletionRequest, answer_id: str):
+        self.streamed = request.output.stream
         self._service = service
         self._request = request
         self._n = request.params.n
@@ -63,26 +64,22 @@ class Completions:
 
     async def _choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> Json:
         request = self._request
-        prompt = await self._echo(i)
-        logprobs = None
+        parts = []
         if request.params.logprobs is not None:
-            logprobs = self._logprobs(output, completion)
-        choice = {"index": i * self._n + completion.index, "text": prompt + completion.text, "logprobs": logprobs,
-                  "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+            table = CompletionLogprobs(self._names)
+            if request.echo:
+                assert output.prompt_logprobs is not None
+                parts.append(table.add(output.prompt_token_ids, output.prompt_logprobs))
+            parts.append(table.add(completion.token_ids, completion.logprobs or []))
+        logprobs = {name: [value for part in parts for value in part[name]] for name in parts[0]} if parts else None
+        choice = {"index": i * self._n + completion.index, "text": await self._echo(i) + completion.text,
+                  "logprobs": logprobs, "finish_reason": completion.finish_reason,
+                  "stop_reason": completion.stop_reason}
         if request.output.return_token_ids:
             choice |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": completion.token_ids}
         if request.params.prompt_logprobs is not None:
             choice["prompt_logprobs"] = answers.prompt_logprobs(output)
         return choice
-
-    def _logprobs(self, output: RequestOutput, completion: CompletionOutput) -> Json:
-        table = CompletionLogprobs(self._names)
-        parts = []
-        if self._request.echo:
-            assert output.prompt_logprobs is not None
-            parts.append(table.add(output.prompt_token_ids, output.prompt_logprobs))
-        parts.append(table.add(completion.token_ids, completion.logprobs or []))
-        return {name: [value for part in parts for value in part[name]] for name in parts[0]}
 
     async def _echo(self, i: int) -> str:
         prompt = self._request.prompts[i]
@@ -93,43 +90,46 @@ class Completions:
         return await self._service.detokenize(self._prompts[i],
                                               skip_special_tokens=self._request.params.skip_special_tokens)
 
-    async def stream(self, streams: Sequence[RequestStream]) -> AsyncGenerator[bytes, None]:
-        output_options = self._request.output
-        null_usage: Json = {"usage": None} if output_options.include_usage else {}
-        outputs: list[RequestOutput] = []
-        if self._request.params.prompt_logprobs is not None:  # they come at the end, and belong at the beginning
-            outputs = await outputs_of(streams)
-            for i, output in enumerate(outputs):
-                for completion in output.outputs:
-                    yield sse(self._head | {"choices": [await self._choice(i, output, completion)]} | null_usage)
-        else:
-            echoes = [await self._echo(i) for i in range(len(streams))]
-            begun: set[int] = set()
-            tables: dict[int, CompletionLogprobs] = {}
-            async with contextlib.aclosing(events_of(streams)) as events:
-                async for i, event in events:
-                    if event.output is not None:
-                        outputs.append(event.output)
-                    index = i * self._n + event.index
-                    choice = self._chunk(index, event, tables)
-                    if index not in begun:
-                        choice["text"] = echoes[i] + choice["text"]
-                        if output_options.return_token_ids:
-                            choice["prompt_token_ids"] = self._prompts[i]
-                    elif not _says_something(event, output_options.return_token_ids):
-                        continue
-                    begun.add(index)
-                    yield sse(self._head | {"choices": [choice]} | null_usage)
-        if output_options.include_usage:
-            yield sse(self._head | {"choices": [], "usage": answers.usage(outputs)})
+    def events(self, streams: Sequence[RequestStream]) -> AsyncGenerator[bytes, None]:
+        return guarded(self._stream(streams))
 
-    def _chunk(self, index: int, event: StreamEvent, tables: dict[int, CompletionLogprobs]) -> Json:
-        logprobs = None
-        if event.logprobs is not None:
-            table = tables.setdefault(index, CompletionLogprobs(self._names))
-            logprobs = table.add(event.token_ids, event.logprobs)
-        choice = {"index": index, "text": event.text, "logprobs": logprobs, "finish_reason": event.finish_reason,
-                  "stop_reason": event.stop_reason}
+    async def _stream(self, streams: Sequence[RequestStream]) -> AsyncGenerator[bytes, None]:
+        usage = StreamUsage(self._request.output, streams)
+        tables = [CompletionLogprobs(self._names) for _ in range(len(streams) * self._n)]
+        begun: set[int] = set()  # prompts
+        async with contextlib.aclosing(events_of(streams)) as events:
+            async for i, event in events:
+                usage.add(event)
+                if i not in begun:
+                    begun.add(i)
+                    for choice in await self._beginnings(i, event, tables):
+                        yield sse(self._head | {"choices": [choice]} | usage.so_far())
+                if _says_something(event, self._request.output.return_token_ids):
+                    choice = self._chunk(i, event, tables[i * self._n + event.index])
+                    yield sse(self._head | {"choices": [choice]} | usage.so_far())
+        if self._request.output.include_usage:
+            yield sse(self._head | {"choices": []} | usage.total())
+
+    async def _beginnings(self, i: int, first: StreamEvent, tables: Sequence[CompletionLogprobs]) -> list[Json]:
+        """The prompt, for each completion of it, if it is to be shown: its text, its logprobs, its ids."""
+        request = self._request
+        if not request.echo and not request.output.return_token_ids:
+            return []
+        text, choices = await self._echo(i), []
+        for index in range(i * self._n, (i + 1) * self._n):
+            logprobs = None
+            if request.echo and request.params.logprobs is not None and first.prompt_logprobs is not None:
+                logprobs = tables[index].add(self._prompts[i], first.prompt_logprobs)
+            choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
+            if request.output.return_token_ids:
+                choice |= {"prompt_token_ids": self._prompts[i], "token_ids": []}
+            choices.append(choice)
+        return choices
+
+    def _chunk(self, i: int, event: StreamEvent, table: CompletionLogprobs) -> Json:
+        logprobs = None if event.logprobs is None else table.add(event.token_ids, event.logprobs)
+        choice = {"index": i * self._n + event.index, "text": event.text, "logprobs": logprobs,
+                  "finish_reason": event.finish_reason, "stop_reason": event.stop_reason}
         if self._request.output.return_token_ids:
             choice["token_ids"] = event.token_ids
         return choice
@@ -139,6 +139,7 @@ class Chat:
     """One call of /v1/chat/completions."""
 
     def __init__(self, service: Service, request: ChatRequest, answer_id: str):
+        self.streamed = request.output.stream
         self._service = service
         self._request = request
         self._top = request.params.logprobs or 0
@@ -173,27 +174,28 @@ class Chat:
             choice["token_ids"] = completion.token_ids
         return choice
 
-    async def stream(self, streams: Sequence[RequestStream]) -> AsyncGenerator[bytes, None]:
+    def events(self, streams: Sequence[RequestStream]) -> AsyncGenerator[bytes, None]:
+        return guarded(self._stream(streams))
+
+    async def _stream(self, streams: Sequence[RequestStream]) -> AsyncGenerator[bytes, None]:
         options = self._request.output
+        usage = StreamUsage(options, streams)
         head = self._head | {"object": "chat.completion.chunk"}
-        null_usage: Json = {"usage": None} if options.include_usage else {}
-        output = None
         async with contextlib.aclosing(events_of(streams)) as events:
             for index in range(self._request.params.n):
                 role = _chunk_choice(index, {"role": "assistant", "content": ""})
                 prompt: Json = {"prompt_token_ids": streams[0].prompt_token_ids} if options.return_token_ids else {}
-                yield sse(head | {"choices": [role]} | prompt | null_usage)
+                yield sse(head | {"choices": [role]} | prompt | usage.so_far())
             async for _, event in events:
-                output = event.output
+                usage.add(event)
                 if _says_something(event, options.return_token_ids):
-                    yield sse(head | {"choices": [self._chunk(event)]} | null_usage)
+                    yield sse(head | {"choices": [self._chunk(event)]} | usage.so_far())
         if options.include_usage:
-            assert output is not None
-            yield sse(head | {"choices": [], "usage": answers.usage([output])})
+            yield sse(head | {"choices": []} | usage.total())
 
     def _chunk(self, event: StreamEvent) -> Json:
         choice = _chunk_choice(event.index, {"content": event.text} if event.text else {})
-        choice |= {"finish_reason": event.finish_reason}
+        choice["finish_reason"] = event.finish_reason
         if event.finish_reason is not None:
             choice["stop_reason"] = event.stop_reason
         if event.logprobs:
@@ -201,6 +203,32 @@ class Chat:
         if self._request.output.return_token_ids:
             choice["token_ids"] = event.token_ids
         return choice
+
+
+class StreamUsage:
+    """What the chunks of a stream say about usage: nothing, null but for the last one, or what it is so far."""
+
+    def __init__(self, options: Output, streams: Sequence[RequestStream]):
+        self._options = options
+        self._prompt = sum(len(stream.prompt_token_ids) for stream in streams)
+        self._completion = 0
+        self._outputs: list[RequestOutput] = []
+
+    def add(self, event: StreamEvent) -> None:
+        self._completion += len(event.token_ids)
+        if event.output is not None:
+            self._outputs.append(event.output)
+
+    def so_far(self) -> Json:
+        if not self._options.include_usage:
+            return {}
+        if not self._options.continuous_usage:
+            return {"usage": None}
+        return {"usage": {"prompt_tokens": self._prompt, "completion_tokens": self._completion,
+                          "total_tokens": self._prompt + self._completion}}
+
+    def total(self) -> Json:
+        return {"usage": answers.usage(self._outputs)}
 
 
 def _chunk_choice(index: int, delta: dict[str, Any]) -> Json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -115,18 +115,20 @@ def sse(data: Any) -> bytes:
     return b"data: " + to_json(data) + b"\n\n"
 
 
-async def guarded(events: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+async def guarded(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     """The events of a stream, and what ends it: an error as an event of its own, and always [DONE]."""
     try:
-        async for event in events:
-            yield event
+        async with contextlib.aclosing(events):
+            async for event in events:
+                yield event
     except Exception as error:
         yield sse(api_error(error).body())
     yield DONE
 
 
 class EventStream:
-    """A response of server-sent events, made from `streams`, which are aborted when the client leaves."""
+    """A response of server-sent events, made from `streams`, which are aborted when the client leaves. `events` has to
+    say by itself what goes wrong."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], streams: Sequence[RequestStream]):
         self._events = events
@@ -141,10 +143,10 @@ class EventStream:
                 await stream.aclose()
 
     async def _send(self, send: Send) -> None:
-        async with contextlib.aclosing(self._events) as events, contextlib.aclosing(guarded(events)) as all_events:
+        async with contextlib.aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": 200, "headers": [
                 (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
                 (b"x-accel-buffering", b"no")]})
-            async for event in all_events:  # `send` waits while the client's buffers are full
+            async for event in events:  # `send` waits while the client's buffers are full
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -194,19 +194,41 @@ def test_echo(server, client, stream):
         assert (joined(answer)[0] if stream else {0: answer.choices[0].text}) == {0: expected}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_echo_scores_the_prompt(server, client, stream):
+def test_echo_scores_the_prompt(server, client):
     """cases 38, 39: what lm-eval does."""
     expected = offline(server.llm, list(b"Hello"), max_tokens=1, prompt_logprobs=1, logprobs=1)
-    answer = client.completions.create(prompt=list(b"Hello"), max_tokens=1, echo=True, logprobs=1, stream=stream,
-                                       **GREEDY)
-    choice = next(iter(answer)).choices[0] if stream else answer.choices[0]
+    choice = client.completions.create(prompt=list(b"Hello"), max_tokens=1, echo=True, logprobs=1, **GREEDY).choices[0]
     scores = [None] + [position[token].logprob for token, position
                        in zip(b"Hello"[1:], expected.prompt_logprobs[1:])]
     scores.append(expected.outputs[0].logprobs[0][expected.outputs[0].token_ids[0]].logprob)
     assert choice.logprobs.token_logprobs == pytest.approx(scores, abs=1e-5)
     assert choice.logprobs.text_offset[:6] == [0, 1, 2, 3, 4, 5]
     assert choice.logprobs.tokens[:5] == list("Hello")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_that_echoes_begins_with_the_scored_prompt(client, n):
+    options = {"prompt": ["Hello", "ab"], "n": n, "max_tokens": 6, "echo": True, "logprobs": 1} | GREEDY
+    whole = client.completions.create(**options).choices
+    chunks = [chunk.choices[0] for chunk in client.completions.create(stream=True, **options)]
+    for expected in whole:
+        mine = [choice for choice in chunks if choice.index == expected.index]
+        prompt = options["prompt"][expected.index // n]
+        assert mine[0].text == prompt and mine[0].logprobs.tokens == list(prompt) and mine[0].finish_reason is None
+        assert "".join(choice.text for choice in mine) == expected.text
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            joined_up = sum((getattr(choice.logprobs, name) for choice in mine if choice.logprobs), [])
+            assert joined_up == pytest.approx(getattr(expected.logprobs, name), abs=1e-5) if name != "tokens" else \
+                joined_up == expected.logprobs.tokens
+
+
+def test_usage_in_every_chunk_if_asked_for(client):
+    chunks = list(client.completions.create(
+        prompt="Hello", max_tokens=5, stream=True, **GREEDY,
+        stream_options={"include_usage": True, "continuous_usage_stats": True}))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 5 and {chunk.usage.prompt_tokens for chunk in chunks} == {5}
+    assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == 10
 
 
 def test_scoring_without_generating(client):

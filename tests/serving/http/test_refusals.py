@@ -88,7 +88,7 @@ def test_wrong_messages(http, messages):
 
 @pytest.mark.parametrize(("body", "param"), [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 10**6}, "logprobs"),
-    ({"logprobs": True, "top_logprobs": -1}, "logprobs"), ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"), ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"), ({"logprobs": 3}, "logprobs")])
 def test_wrong_logprobs_of_chats(http, body, param):
     """case 34"""
