@@ -19,6 +19,8 @@ class Report:
         benchmark, workload: its name, and what was run in words.
         samples: for each quantity its value in each repetition; the name ends in its unit.
         facts: what was counted once: steps, compilations, ratios, memory.
+        distributions: of quantities with many values in one run: mean, percentiles, max.
+        requests: where single requests were measured, a row for each; in the JSON form only.
         foreign_cpu: for each timed call the cores that other processes used.
         model, options: what was run on, and the engine options given.
     """
@@ -27,6 +29,8 @@ class Report:
     workload: str
     samples: dict[str, list[float]]
     facts: dict[str, float | int | str] = field(default_factory=dict)
+    distributions: dict[str, dict[str, float]] = field(default_factory=dict)
+    requests: list[dict[str, Any]] = field(default_factory=list)
     foreign_cpu: list[float | None] = field(default_factory=list)
     model: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -48,19 +52,28 @@ class Report:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table("quantity")
-        for heading in ("median", "min", "max", "runs"):
-            table.add_column(heading, justify="right")
-        for name, values in self.samples.items():
-            stats = measure.summary(values)
-            table.add_row(name, *(_number(stats[key]) for key in ("median", "min", "max")), str(len(values)))
-        if self.facts:
-            table.add_section()
-        for name, value in self.facts.items():
-            table.add_row(name, _number(value))
+        def table(*headings: str) -> Table:
+            table = Table("quantity")
+            for heading in headings:
+                table.add_column(heading, justify="right")
+            return table
+
         console = Console(highlight=False)
         console.print(f"{self.benchmark}: {self.workload}", style="bold")
-        console.print(table)
+        if self.distributions:
+            latencies = table(*next(iter(self.distributions.values())))
+            for name, stats in self.distributions.items():
+                latencies.add_row(name, *map(_number, stats.values()))
+            console.print(latencies)
+        numbers = table("median", "min", "max", "runs") if self.samples else table("value")
+        for name, values in self.samples.items():
+            stats = measure.summary(values)
+            numbers.add_row(name, *(_number(stats[key]) for key in ("median", "min", "max")), str(len(values)))
+        if self.samples and self.facts:
+            numbers.add_section()
+        for name, value in self.facts.items():
+            numbers.add_row(name, _number(value))
+        console.print(numbers)
         env = self.environment
         console.print(f"{self.model or 'no model'}, {env['cpu']} x {env['cpus']}, Python {env['python']}, "
                       f"jax {env['versions']['jax']}, {env['date']}", style="dim")
