@@ -117,26 +117,48 @@ def _physical_ram() -> int:
         return _ASSUMED_RAM
 
 
+# Where the memory controller of each version of control groups keeps its numbers: below the mount point, the
+# names of limit and usage, and which line of memory.stat counts file pages that nobody maps, subgroups included.
+_CGROUP_FILES = {
+    2: (".", "memory.max", "memory.current", "inactive_file"),
+    1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
 def _cgroup_rooms(proc: Path, cgroups: Path) -> list[int]:
-    """What each limited control group (version 2) around this process has left: the group's own and its parents'."""
+    """What each limited control group around this process has left: the group's own and its parents'. A system may
+    have both versions mounted, with the memory controller in one of them.
+
+    Source: the kernel's admin-guide/cgroup-v2 and cgroup-v1/memory.
+    """
+    own = {1: "/", 2: "/"}
     try:
-        own = next(line.split("::", 1)[1] for line in (proc / "self/cgroup").read_text().splitlines()
-                   if line.startswith("0::"))
-    except (OSError, StopIteration):
-        own = "/"
-    group = cgroups / own.lstrip("/")
-    rooms = []
+        for line in (proc / "self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if not controllers:
+                own[2] = group
+            elif "memory" in controllers.split(","):
+                own[1] = group
+    except OSError:
+        pass
+    return [room for version, group in own.items() for room in _rooms_up_from(group, cgroups, version)]
+
+
+def _rooms_up_from(own: str, cgroups: Path, version: int) -> list[int]:
+    below, limit_file, usage_file, reclaimable = _CGROUP_FILES[version]
+    root = cgroups / below
+    group, rooms = root / own.lstrip("/"), []
     while True:
         try:
-            limit = (group / "memory.max").read_text().strip()
-            if limit != "max":
+            limit = (group / limit_file).read_text().strip()
+            if limit != "max":  # version 1 has a number beyond any RAM for it
                 # File pages that nobody maps are given up on demand; without this, reading the weights' file
                 # would look like memory used up.
                 stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+                used = int((group / usage_file).read_text()) - int(stat.get(reclaimable, 0))
                 rooms.append(int(limit) - used)
         except OSError:
-            pass  # the root has no limit, and other versions have other files
-        if group == cgroups or cgroups not in group.parents:
+            pass  # the root has no limit; in a container, the groups outside of it are not to be seen
+        if group == root or root not in group.parents:
             return rooms
         group = group.parent

@@ -151,6 +151,16 @@ def system(tmp_path):
             (directory / "memory.current").write_text(f"{used * MIB}\n")
             (directory / "memory.stat").write_text(f"anon 5\ninactive_file {cached * MIB}\nactive_file 7\n")
 
+        def process_is_in_v1(self, group: str) -> None:
+            (proc / "self/cgroup").write_text(f"5:devices:/else\n4:hugetlb,memory:{group}\n0::/\n")
+
+        def group_v1(self, name: str, limit: int, used: int = 0, cached: int = 0) -> None:
+            directory = cgroups / "memory" / name.lstrip("/")
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "memory.limit_in_bytes").write_text(f"{limit}\n")
+            (directory / "memory.usage_in_bytes").write_text(f"{used * MIB}\n")
+            (directory / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {cached * MIB}\n")
+
         def remove_meminfo(self) -> None:
             (proc / "meminfo").unlink()
 
@@ -188,6 +198,22 @@ def test_groups_beside_the_process_do_not_count(system):
     system.process_is_in("/mine")
     system.group("/other", str(10 * MIB))
     assert system.ram() == 1000
+
+
+def test_the_limits_of_version_1_count_as_well(system):
+    system.process_is_in_v1("/slice/job")
+    system.group_v1("/slice/job", 0x7FFFFFFFFFFFF000)  # what version 1 has for "no limit"
+    assert system.ram() == 1000
+    system.group_v1("/slice", 300 * MIB, used=200, cached=50)
+    assert system.ram() == 150
+    system.group_v1("/other", 10 * MIB)
+    assert system.ram() == 150
+
+
+def test_a_container_of_version_1_sees_its_group_as_the_root(system):
+    system.process_is_in_v1("/docker/0123")  # the path outside, which does not exist inside
+    system.group_v1("/", 600 * MIB, used=200)
+    assert system.ram() == 400
 
 
 def test_an_unlimited_group_and_one_above_its_limit(system):
