@@ -1,30 +1,29 @@
 """Ragged batches over a poisoned page pool, and what paged attention must make of them.
 
-The oracle here is numpy in float64, one token at a time, straight from the block tables: it shares no code and
-no formula with a backend.
+The oracle here is numpy, attention in float64 and one token at a time, straight from the block tables: it shares no
+code and no formula with a backend.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-import kernels_pallas as kernels
 from kernels_pallas import AttentionBatch, AttentionSpec
-
-BACKENDS = get_args(kernels.Backend)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is static in a call. `pages_per_seq`: width of the block tables; `chunks`: prefill query blocks."""
+    """What is static in a call.
+
+    `pages_per_seq`: width of the block tables; `chunks`: prefill query blocks; `dtype`: of q, k, v and the output;
+    `pool_dtype`: of the pool, None for the same.
+    """
 
     heads: int
     kv_heads: int
@@ -35,8 +34,10 @@ class Shape:
     chunks: int
     query_block: int = 8
     dtype: str = "float32"
+    pool_dtype: str | None = None
     softcap: float | None = None
     windowed: bool = False
+    sinks: bool = False
 
     @property
     def num_seqs(self) -> int:
@@ -47,11 +48,17 @@ class Shape:
         return self.decodes + self.chunks * self.query_block
 
     @property
+    def max_len(self) -> int:
+        """Tokens of the longest context."""
+        return self.page_size * self.pages_per_seq
+
+    @property
     def spec(self) -> AttentionSpec:
         return AttentionSpec(
             num_layers=2, num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
-            num_pages=self.num_seqs * self.pages_per_seq + 1, page_size=self.page_size, dtype=self.dtype,
-            scale=self.head_dim**-0.5, softcap=self.softcap, query_block=self.query_block)
+            num_pages=self.num_seqs * self.pages_per_seq + 1, page_size=self.page_size,
+            dtype=self.pool_dtype or self.dtype, scale=self.head_dim**-0.5, softcap=self.softcap,
+            query_block=self.query_block)
 
     @property
     def tolerance(self) -> float:
@@ -76,12 +83,66 @@ class Seq:
 PADDING = Seq(0, 0)
 
 
+@dataclass(frozen=True)
+class Pages:
+    """What a pool holds, laid out for nobody: K is index 0, V is index 1.
+
+    `values` [2, layers, pages, page_size, kv_heads, head_dim] of the pool's dtype; `scales` f32, the same without
+    head_dim, or None.
+    """
+
+    values: np.ndarray
+    scales: np.ndarray | None
+
+    @classmethod
+    def poisoned(cls, spec: AttentionSpec) -> Pages:
+        """NaN everywhere; int8, which has none, is at its largest and its scales are NaN."""
+        dtype = jnp.dtype(spec.dtype)
+        shape = 2, spec.num_layers, spec.num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim
+        values = np.full(shape, 127 if dtype == np.int8 else np.nan, dtype)
+        return cls(values, np.full(shape[:-1], np.nan, np.float32) if spec.quantized else None)
+
+    def copy(self) -> Pages:
+        return Pages(self.values.copy(), None if self.scales is None else self.scales.copy())
+
+    def write(self, layer: int, page: int, offset: int, k: np.ndarray, v: np.ndarray) -> None:
+        """Stores the rows [K, D] of one token."""
+        rows = np.stack([k, v])
+        if self.scales is None:
+            self.values[:, layer, page, offset] = rows
+        else:
+            values, scales = quantized(rows, self.values.dtype)
+            self.values[:, layer, page, offset], self.scales[:, layer, page, offset] = values, scales
+
+    def poison(self, layer: int, page: int, offset: int) -> None:
+        self.values[:, layer, page, offset] = 127 if self.values.dtype == np.int8 else np.nan
+        if self.scales is not None:
+            self.scales[:, layer, page, offset] = np.nan
+
+    def read(self, layer: int, at: np.ndarray) -> np.ndarray:
+        """float64 [2, C, K, D] of the places `at` i32[C, 2]."""
+        rows = self.values[:, layer, at[:, 0], at[:, 1]].astype(np.float64)
+        return rows if self.scales is None else rows * self.scales[:, layer, at[:, 0], at[:, 1], :, None]
+
+
+def quantized(rows: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [..., D] as (values, scales [...]); see `kernels_pallas.quantize`."""
+    rows, largest = rows.astype(np.float32), 127 if dtype == np.int8 else 448
+    top = np.abs(rows).max(axis=-1)
+    scales = top * np.float32(1 / largest)
+    finite = np.isfinite(top)
+    usable = finite & (scales >= np.finfo(np.float32).tiny)
+    inverse = np.divide(np.float32(1), scales, where=usable, out=np.zeros_like(scales))
+    values = np.multiply(rows, inverse[..., None], where=usable[..., None], out=np.zeros_like(rows))
+    values = np.clip(np.rint(values) if dtype == np.int8 else values, -largest, largest)
+    return values.astype(dtype), np.where(usable, scales, np.where(finite, np.float32(1), np.float32(np.nan)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scene:
     """One call's inputs. `seqs`: decode rows, then chunks; `tables` i32[S, pages]; `starts` i32[S].
 
-    `pages`: K and V as [2, layers, pages, page_size, kv_heads, head_dim] of the pool's dtype, NaN wherever no
-    context reaches and wherever this very call will write.
+    `pages` are poisoned wherever no context reaches and wherever this very call will write. `sinks`: f32[H] or None.
     """
 
     shape: Shape
@@ -91,7 +152,8 @@ class Scene:
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
-    pages: np.ndarray
+    sinks: np.ndarray | None
+    pages: Pages
     layer: int
     window: int | None
 
@@ -136,25 +198,27 @@ def make_scene(shape: Shape, seqs: tuple[Seq, ...], seed: int, layer: int = 1, w
         return rng.normal(size=dims).astype(dtype)
 
     starts = chunk_starts(shape, seqs[shape.decodes:])
-    dims = 2, spec.num_layers, spec.num_pages, shape.page_size, shape.kv_heads, shape.head_dim
-    pages = np.full(dims, np.nan, dtype)
+    pages, written = Pages.poisoned(spec), set()
     real = np.zeros(shape.num_tokens, bool)
     for table, seq, start in zip(tables, seqs, starts, strict=True):
         real[start:start + seq.count] = True
-        for page, offset in places(shape, table, range(seq.start)):
-            if np.isnan(pages[0, layer, page, offset]).all():
-                pages[:, layer, page, offset] = values(2, shape.kv_heads, shape.head_dim)
+        for place in places(shape, table, range(seq.start)):
+            if place not in written:
+                written.add(place)
+                pages.write(layer, *place, values(shape.kv_heads, shape.head_dim),
+                            values(shape.kv_heads, shape.head_dim))
     for table, seq in zip(tables, seqs, strict=True):
-        for page, offset in places(shape, table, range(seq.start, seq.kv_len)):
-            pages[:, layer, page, offset] = np.nan
+        for place in places(shape, table, range(seq.start, seq.kv_len)):
+            pages.poison(layer, *place)
 
     def tokens(heads: int) -> np.ndarray:
         rows = values(shape.num_tokens, heads, shape.head_dim)
         rows[~real] = np.nan
         return rows
 
+    sinks = rng.normal(size=shape.heads).astype(np.float32) if shape.sinks else None
     return Scene(shape=shape, seqs=seqs, tables=tables, starts=starts, q=tokens(shape.heads), k=tokens(shape.kv_heads),
-                 v=tokens(shape.kv_heads), pages=pages, layer=layer, window=window)
+                 v=tokens(shape.kv_heads), sinks=sinks, pages=pages, layer=layer, window=window)
 
 
 def places(shape: Shape, table: np.ndarray, positions: range) -> list[tuple[int, int]]:
@@ -162,12 +226,12 @@ def places(shape: Shape, table: np.ndarray, positions: range) -> list[tuple[int,
     return [(int(table[at // shape.page_size]), at % shape.page_size) for at in positions]
 
 
-def expected(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
+def expected(scene: Scene) -> tuple[np.ndarray, Pages]:
     """(out float64 [T, H, D], pages) after the call; padding rows of out are zero."""
     shape, pages = scene.shape, scene.pages.copy()
     for i, seq in enumerate(scene.seqs):
-        for row, (page, offset) in enumerate(places(shape, scene.tables[i], range(seq.start, seq.kv_len))):
-            pages[:, scene.layer, page, offset] = scene.k[scene.starts[i] + row], scene.v[scene.starts[i] + row]
+        for row, place in enumerate(places(shape, scene.tables[i], range(seq.start, seq.kv_len)), scene.starts[i]):
+            pages.write(scene.layer, *place, scene.k[row], scene.v[row])
 
     out = np.zeros(scene.q.shape)
     group = shape.heads // shape.kv_heads
@@ -175,80 +239,17 @@ def expected(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
         for position in range(seq.start, seq.kv_len):
             row = scene.starts[i] + position - seq.start
             first = 0 if scene.window is None else max(0, position - scene.window + 1)
-            at = np.array(places(shape, scene.tables[i], range(first, position + 1)))
-            keys, values = pages[:, scene.layer, at[:, 0], at[:, 1]].astype(np.float64)  # [C, K, D]
+            keys, values = pages.read(
+                scene.layer, np.array(places(shape, scene.tables[i], range(first, position + 1))))  # [C, K, D]
             for head in range(shape.heads):
                 scores = keys[:, head // group] @ scene.q[row, head].astype(np.float64) * shape.spec.scale
                 if shape.softcap is not None:
                     scores = shape.softcap * np.tanh(scores / shape.softcap)
-                weights = np.exp(scores - scores.max())
-                out[row, head] = weights @ values[:, head // group] / weights.sum()
+                sink = -np.inf if scene.sinks is None else scene.sinks[head]
+                largest = max(scores.max(), sink)
+                weights = np.exp(scores - largest)
+                out[row, head] = weights @ values[:, head // group] / (weights.sum() + np.exp(sink - largest))
     return out, pages
-
-
-@functools.cache
-def _compiled(shape: Shape, backend: kernels.Backend):
-    """The call, compiled once for each shape."""
-    def call(q, k, v, pool, batch, layer, window):
-        plan = kernels.plan_batch(batch, shape.spec, backend)
-        return kernels.paged_attention(q, k, v, pool, plan, layer=layer, window=window, spec=shape.spec,
-                                       backend=backend)
-    return jax.jit(call)
-
-
-def run(scene: Scene, backend: kernels.Backend) -> tuple[np.ndarray, np.ndarray]:
-    """(out [T, H, D], pages) of a backend."""
-    pool = to_pool(scene.pages, scene.shape.spec, backend)
-    out, pool = _compiled(scene.shape, backend)(
-        scene.q, scene.k, scene.v, pool, scene.batch, jnp.int32(scene.layer),
-        None if scene.window is None else jnp.int32(scene.window))
-    return np.asarray(out), from_pool(pool, scene.shape.spec)
-
-
-def to_pool(pages: np.ndarray, spec: AttentionSpec, backend: kernels.Backend) -> kernels.api.Pool:
-    """A pool that holds `pages`. The layout is the backend's own; this and `from_pool` alone look at it."""
-    def leaf(x: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-        x = x.reshape(-1, *x.shape[2:]).transpose(0, *_axes(wanted.shape, spec))
-        assert x.shape == wanted.shape
-        return jnp.asarray(np.ascontiguousarray(x).view(wanted.dtype))
-
-    leaves = kernels.pool_spec(spec, backend)
-    return {name: leaf(pages[i], leaves[name]) for i, name in enumerate("kv")}
-
-
-def from_pool(pool: kernels.api.Pool, spec: AttentionSpec) -> np.ndarray:
-    """The inverse of `to_pool`."""
-    def pages(x: np.ndarray) -> np.ndarray:
-        x = x.view(jnp.dtype(spec.dtype)).transpose(np.argsort([0, *_axes(x.shape, spec)]))
-        return x.reshape(spec.num_layers, spec.num_pages, *x.shape[1:])
-
-    return np.stack([pages(np.asarray(pool[name])) for name in "kv"])
-
-
-def _axes(shape: tuple[int, ...], spec: AttentionSpec) -> tuple[int, ...]:
-    """Where a leaf's axes come from in [page, row, kv head, dim]; it has the kv heads first."""
-    assert spec.page_size != spec.head_dim, "the axes could not be told apart"
-    return (2, 1, 3) if shape[2] == spec.page_size else (2, 3, 1)
-
-
-def bits(x: np.ndarray) -> np.ndarray:
-    """For comparisons that also tell one NaN from another."""
-    return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
-
-
-def assert_right(scene: Scene, backend: kernels.Backend) -> None:
-    """Output near the oracle's; pages equal to the oracle's bit for bit, but for the layer's dummy page."""
-    out, pages = run(scene, backend)
-    wanted, wanted_pages = expected(scene)
-    assert out.dtype == jnp.dtype(scene.shape.dtype)
-    error = np.abs(out.astype(np.float64) - wanted)
-    assert error.max() <= scene.shape.tolerance, (error.max(), np.unravel_index(error.argmax(), error.shape))
-    padding = np.ones(scene.shape.num_tokens, bool)
-    for i in range(scene.shape.num_seqs):
-        padding[scene.rows(i)] = False
-    assert not bits(out[padding]).any()
-    pages[:, scene.layer, 0] = wanted_pages[:, scene.layer, 0]
-    np.testing.assert_array_equal(bits(pages), bits(wanted_pages))
 
 
 # -- random batches
@@ -264,7 +265,7 @@ def _lengths(shape: Shape, most: int) -> st.SearchStrategy[int]:
 @st.composite
 def random_seqs(draw: st.DrawFn, shape: Shape, sharing: bool = True) -> tuple[Seq, ...]:
     """Decode rows with gaps of padding, then chunks of one or more query blocks, as many as there is room for."""
-    most = shape.page_size * shape.pages_per_seq
+    most = shape.max_len
     seqs: list[Seq] = []
 
     def add(start: int, count: int) -> None:
@@ -288,9 +289,8 @@ def random_seqs(draw: st.DrawFn, shape: Shape, sharing: bool = True) -> tuple[Se
 @st.composite
 def scenes(draw: st.DrawFn, shape: Shape, sharing: bool = True) -> Scene:
     seqs = draw(random_seqs(shape, sharing))
-    most = shape.page_size * shape.pages_per_seq
-    window = draw(st.sampled_from([1, 2, shape.page_size - 1, shape.page_size, 65, most, 1 << 30])
-                  | st.integers(1, most)) if shape.windowed else None
+    borders = [1, 2, shape.page_size - 1, shape.page_size, 65, shape.max_len, 1 << 30]
+    window = draw(st.sampled_from(borders) | st.integers(1, shape.max_len)) if shape.windowed else None
     return make_scene(shape, seqs, seed=draw(st.integers(0, 2**32 - 1)), layer=draw(st.integers(0, 1)), window=window)
 
 
@@ -303,7 +303,9 @@ def rearranged(scene: Scene, decodes: list[int], chunks: list[int], seed: int) -
     renamed = np.concatenate([[0], rng.permutation(np.arange(1, shape.spec.num_pages))])
     tables = np.array([np.zeros(shape.pages_per_seq, int) if i < 0 else renamed[scene.tables[i]] for i in order])
     pages = scene.pages.copy()
-    pages[:, :, renamed] = scene.pages
+    pages.values[:, :, renamed] = scene.pages.values
+    if pages.scales is not None:
+        pages.scales[:, :, renamed] = scene.pages.scales
     new = dataclasses.replace(scene, seqs=seqs, tables=tables, pages=pages,
                               starts=chunk_starts(shape, seqs[shape.decodes:]))
     rows = {name: np.full_like(getattr(scene, name), np.nan) for name in ("q", "k", "v")}
