@@ -26,6 +26,7 @@ from jaxserve.serving.http.answers import to_json
 from jaxserve.serving.http.calls import CALLS, Call
 from jaxserve.serving.http.errors import ApiError, api_error
 from jaxserve.serving.http.fields import parse_json
+from jaxserve.serving.http.openapi import document
 from jaxserve.serving.http.requests import check_model, detokenize_request, tokenize_request
 from jaxserve.serving.http.streams import ClientGone, EventStream, while_connected
 from jaxserve.serving.metrics import CONTENT_TYPE, ServingMetrics
@@ -50,7 +51,7 @@ class HttpOptions:
 def create_app(service: Service, metrics: ServingMetrics, options: HttpOptions | None = None) -> ASGIApp:
     """The application of one service. `metrics` must be the service's observer."""
     options = options or HttpOptions()
-    endpoints = _Endpoints(service, metrics, options)
+    endpoints = Endpoints(service, metrics, options)
     errors: Any = dict.fromkeys((ApiError, HTTPException, JaxserveError, ClientGone, Exception), _answer_error)
     app: ASGIApp = Starlette(routes=endpoints.routes(), exception_handlers=errors)
     app = _Gate(app, options.api_keys)
@@ -96,7 +97,9 @@ class _Gate:
         return scheme.lower() == b"bearer" and any(matches)
 
 
-class _Endpoints:
+class Endpoints:
+    """What the routes lead to."""
+
     def __init__(self, service: Service, metrics: ServingMetrics, options: HttpOptions):
         self._service = service
         self._metrics = metrics
@@ -115,7 +118,8 @@ class _Endpoints:
             get("/v1/models", self.models), get("/v1/models/{model:path}", self.model),
             post("/tokenize", self.tokenize), post("/detokenize", self.detokenize),
             get("/health", self.health), Route("/ping", self.health, methods=["GET", "POST"]),
-            get("/version", self.version), get("/load", self.load), get("/metrics", self.metrics),
+            get("/openapi.json", self.openapi), get("/version", self.version), get("/load", self.load),
+            get("/metrics", self.metrics),
         ]
 
     # -- generation
@@ -172,6 +176,9 @@ class _Endpoints:
     async def health(self, request: Request) -> Response:
         state = self._service.state
         return _json({"status": state.value}, 200 if state is State.READY else 503)
+
+    async def openapi(self, request: Request) -> Response:
+        return _json(document())
 
     async def version(self, request: Request) -> Response:
         return _json({"version": jaxserve.__version__})

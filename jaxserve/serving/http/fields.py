@@ -163,7 +163,7 @@ class Table:
 def _property(field: Field) -> Schema:
     schema = field.kind.schema if field.required else nullable(field.kind.schema)
     default = {} if field.default is None else {"default": field.default}
-    return schema | {"description": field.doc} | default
+    return schema | {"description": field.doc[:1].upper() + field.doc[1:]} | default
 
 
 def nullable(schema: Schema) -> Schema:

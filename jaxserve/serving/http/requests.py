@@ -249,7 +249,7 @@ def tokenize_request(body: Any, model: str, *, trust_templates: bool) -> Tokeniz
     if chat and special:
         raise invalid("add_special_tokens is not implemented for messages: the chat template writes them",
                       "add_special_tokens")
-    given = [name for name in TEMPLATE if body.get(name) is not None]
+    given = [name for name, field in TEMPLATE.items() if values[name] != field.default]
     if not chat and given:
         raise invalid(f"{given[0]} is only allowed with messages", given[0])
     return TokenizeRequest(prompt=values["prompt"], messages=values["messages"],
