@@ -16,6 +16,8 @@ from jaxserve.cli.chat import chat
 from jaxserve.cli.convert import convert
 from jaxserve.cli.generate import generate
 from jaxserve.cli.info import info
+from jaxserve.cli.plan import plan
+from jaxserve.cli.run_batch import run_batch
 from jaxserve.cli.serve import serve
 from jaxserve.errors import JaxserveError
 
@@ -63,5 +65,5 @@ def main(quiet: bool) -> None:
         logger.addHandler(_EchoHandler())
 
 
-for command in (generate, chat, serve, bench, info, convert):
+for command in (generate, chat, serve, run_batch, bench, info, plan, convert):
     main.add_command(command)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from jaxserve.weights.orbax import MANIFEST, read_manifest, read_tokenizer, rest
 from jaxserve.weights.safetensors import open_safetensors
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
-_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", *TOKENIZER_FILES]
+_HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", *TOKENIZER_FILES)
 # Subdirectories hold other formats of the same weights; so does Mistral's "consolidated".
 _HUB_IGNORED = ["*/*", "consolidated*"]
 _PATH_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json")
@@ -120,6 +120,36 @@ def open_model(model: str | os.PathLike[str], max_model_len: int | None = None) 
     return _from_directory(_download(name), max_model_len, f"hub model {name}")
 
 
+def read_config(model: str | os.PathLike[str]) -> tuple[str, dict[str, Any], str | None]:
+    """Description, config.json and dtype of a model, without its weights: of a hub model only the config is fetched.
+
+    Args:
+        model: a config.json, the directory of one, or anything that `open_model` takes.
+
+    Raises:
+        CheckpointError: there is no such model, or it has no config.
+    """
+    path = Path(model).expanduser()
+    if path.suffix == ".json" and path.is_file():
+        description = f"configuration {path}"
+    elif path.is_dir() and (path / "config.json").is_file() and not (path / MANIFEST).is_file():
+        description, path = f"Hugging Face directory {path}", path / "config.json"
+    elif isinstance(model, str) and model != "demo" and not path.exists() and not _looks_like_path(model):
+        description, path = f"hub model {model}", _download(model, ["config.json"]) / "config.json"
+        if not path.is_file():
+            raise CheckpointError(f"{model} has no config.json; give {_KINDS}")
+    else:
+        source = open_model(model)
+        return source.description, source.config, source.dtype
+    config = _read_json(path)
+    return description, config, _stored_dtype(config)
+
+
+def _stored_dtype(config: Mapping[str, Any]) -> str | None:
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return None if dtype is None else str(dtype)
+
+
 def memory_model(
     config: Mapping[str, Any], max_model_len: int | None = None,
     tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
@@ -131,10 +161,9 @@ def memory_model(
         tokenizer: one, or the directory of one.
     """
     spec = resolve(config, max_model_len)
-    dtype = config.get("dtype") or config.get("torch_dtype")
     return ModelSource(
         description=f"{spec.name} in memory", config=dict(config), generation_config={}, spec=spec,
-        name_map=name_map(config, spec), tensors=None, dtype=None if dtype is None else str(dtype),
+        name_map=name_map(config, spec), tensors=None, dtype=_stored_dtype(config),
         read_tokenizer=lambda: tokenizer if tokenizer is None or isinstance(tokenizer, Tokenizer)
         else Tokenizer.from_directory(Path(tokenizer)))
 
@@ -184,12 +213,12 @@ def _from_orbax(path: Path, max_model_len: int | None) -> ModelSource:
         restore=lambda dtype, shardings: restore_params(path, spec, dtype, shardings))
 
 
-def _download(repo_id: str) -> Path:
+def _download(repo_id: str, files: Sequence[str] = _HUB_FILES) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
+        return Path(snapshot_download(repo_id, allow_patterns=list(files), ignore_patterns=_HUB_IGNORED))
     except GatedRepoError as e:
         raise CheckpointError(
             f"{repo_id} is gated: accept its terms on the hub and log in (hf auth login), then try again") from e

@@ -1,0 +1,86 @@
+"""Registers, spills and shared memory of the CUDA kernels in a compiled program, from `ptxas -v` on their PTX."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelUse:
+    """Of one kernel; `shared_bytes` is what it declares, without what its launch adds."""
+
+    name: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+def find_ptxas() -> str | None:
+    """The ptxas of NVIDIA's Python packages, or else one on the PATH. XLA looks in the same places."""
+    spec = importlib.util.find_spec("nvidia")
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        for path in ("cu13/bin/ptxas", "cuda_nvcc/bin/ptxas"):
+            if (ptxas := Path(root, path)).is_file():
+                return str(ptxas)
+    return shutil.which("ptxas")
+
+
+def dump_environment(environment: Mapping[str, str], dump_dir: str) -> dict[str, str]:
+    """The environment in which XLA and Mosaic GPU write the PTX of what they compile below `dump_dir`."""
+    mosaic = Path(dump_dir, "mosaic")
+    mosaic.mkdir()
+    flags = f"--xla_dump_to={dump_dir}/xla --xla_dump_hlo_as_text"
+    if not version("jax").startswith("0.10."):
+        flags += " --xla_dump_emitter_re=ptx"  # there PTX is written only when asked for
+    return dict(environment) | {
+        "XLA_FLAGS": f"{environment.get('XLA_FLAGS', '')} {flags}".strip(), "MOSAIC_GPU_DUMP_PTX": "1",
+        "MOSAIC_GPU_DUMP_TO": str(mosaic)}
+
+
+def take_dumped(dump_dir: str, arch: str) -> tuple[KernelUse, ...]:
+    """The kernels whose PTX has been written since the last call.
+
+    Raises:
+        RuntimeError: ptxas rejects what XLA wrote, most often because it is older than the CUDA that XLA found.
+    """
+    kernels = []
+    for path in sorted(Path(dump_dir).rglob("*")):
+        if path.suffix == ".ptx" and ".entry" in path.read_text(errors="replace"):
+            kernels += _assemble(path, arch)
+        if path.is_file():
+            path.unlink()
+    return tuple(kernels)
+
+
+def _assemble(path: Path, arch: str) -> list[KernelUse]:
+    ptxas = find_ptxas()
+    assert ptxas is not None
+    done = subprocess.run([ptxas, "-v", f"--gpu-name={arch}", str(path), "-o", os.devnull], capture_output=True,
+                          text=True, errors="replace", check=False)
+    report = done.stdout + done.stderr
+    if done.returncode:
+        raise RuntimeError(f"ptxas: {report.strip()[:300]}")
+    return parse_report(report)
+
+
+def parse_report(report: str) -> list[KernelUse]:
+    """The kernels in what `ptxas -v` prints."""
+    kernels = []
+    for part in re.split(r"Compiling entry function '", report)[1:]:
+        def number(pattern: str, text: str = part) -> int:
+            match = re.search(pattern, text)
+            return int(match[1]) if match else 0
+
+        kernels.append(KernelUse(
+            name=part.partition("'")[0], registers=number(r"Used (\d+) registers"),
+            spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+            shared_bytes=number(r"(\d+) bytes smem")))
+    return kernels
