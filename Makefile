@@ -3,11 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo test test-slow test-clients drill lint bench clean
 help:
 	@echo "make demo       generate text with a small real model (downloads 93 MB once)"
 	@echo "make test       the test suite"
 	@echo "make test-slow  the tests marked slow: real weights, long property runs"
+	@echo "make test-clients  clients of others (openai, langchain, litellm, llm, SMG, ...), installed under build/"
+	@echo "make drill      a server among hostile clients, in a crowd, and through a long day"
 	@echo "make lint       ruff and pyright"
 	@echo "make bench      the benchmarks that docs/performance.md quotes"
 	@echo "PYTHON=python3.12 VENV=.venv312 selects another interpreter and environment"
@@ -49,6 +51,12 @@ test: $(VENV)/.installed-test
 
 test-slow: $(VENV)/.installed-test
 	@$(VENV)/bin/python -m pytest -q -m slow
+
+test-clients: $(VENV)/.installed-test
+	@$(VENV)/bin/python -m pytest -q -m clients tests/clients
+
+drill: $(VENV)/.installed-test
+	@$(VENV)/bin/python -m pytest -q -m "slow or not slow" tests/drills tests/serving/http/test_drills.py
 
 lint: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check .
