@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 
 JAX_VERSION: tuple[int, int] = tuple(int(part) for part in jax.__version__.split(".")[:2])  # type: ignore[assignment]
@@ -9,3 +14,23 @@ JAX_VERSION: tuple[int, int] = tuple(int(part) for part in jax.__version__.split
 # jax 0.10's CPU backend turns the whole stack of bfloat16 weights into float32 in every step when a scan
 # slices it (SmolLM2-135M: 411 MB of temporaries, 5x the time). From 0.11 on it does not.
 CPU_SCAN_WIDENS_BFLOAT16 = JAX_VERSION < (0, 11)
+
+
+@contextlib.contextmanager
+def tpu_interpreter() -> Iterator[None]:
+    """TPU kernels that are traced and run inside run on the CPU, under all checks that there are.
+
+    A race, an access beyond the end of an array and a read before a copy was waited for raise; uninitialised memory
+    reads as NaN. Not noticed is a copy that nobody ever waits for.
+    """
+    from jax.experimental.pallas import tpu as pltpu
+
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan",
+                                   out_of_bounds_reads="raise")
+    pltpu.reset_tpu_interpret_mode_state()
+    with pltpu.force_tpu_interpret_mode(params):
+        yield
+    if JAX_VERSION < (0, 11):  # it prints races and notes that there were some; later versions raise
+        interpreter: Any = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call")
+        if interpreter.races is not None and interpreter.races.races_found:
+            raise RuntimeError("the interpreted TPU kernel has a race; see its output for where")
