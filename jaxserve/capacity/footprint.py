@@ -33,6 +33,12 @@ def share_of(spec: DecoderSpec, degree: int) -> DecoderSpec:
                                mlp_size=spec.mlp_size // degree)
 
 
+def first_layers(spec: DecoderSpec, num_layers: int) -> DecoderSpec:
+    """The decoder with its first layers only."""
+    return dataclasses.replace(spec, num_layers=num_layers, layer_windows=spec.layer_windows[:num_layers],
+                               layer_uses_rope=spec.layer_uses_rope[:num_layers])
+
+
 def weights_bytes(spec: DecoderSpec, dtype: str, degree: int = 1) -> int:
     """Of the weights on each of `degree` devices."""
     return sum(size * leaf_bytes for _, size, leaf_bytes in _leaves(spec, dtype, degree))
@@ -60,11 +66,12 @@ def _leaves(spec: DecoderSpec, dtype: str, degree: int) -> list[tuple[str, int, 
 def estimated_temp_bytes(plan: EnginePlan) -> int:
     """Temporaries of the plan's largest step, as the sum of the arrays that live at once, where no compiler can say.
 
-    For each row the residual stream and the widest product, for each row that may sample four arrays of logits, all
-    float32. docs/capacity.md compares this with what the compilers say.
+    Either those of the layers, for each row the residual stream and twice the widest product, or those of sampling,
+    for each row that may sample five arrays of logits, all float32. docs/capacity.md compares this with what the
+    compilers say.
     """
     spec = plan.step.model
     largest = max(plan.buckets, key=lambda bucket: bucket.num_tokens)
     widest = max(2 * spec.mlp_size, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
-    return 4 * (largest.num_tokens * (spec.hidden_size + widest)
-                + 4 * largest.num_seqs(plan.config.query_block) * spec.vocab_size)
+    return 4 * max(largest.num_tokens * (spec.hidden_size + 2 * widest),
+                   5 * largest.num_seqs(plan.config.query_block) * spec.vocab_size)

@@ -67,6 +67,7 @@ class Compiled:
         seconds, cpu_seconds: to trace, lower and compile it.
         pool_bytes: of the KV pool, which is among the arguments and donated.
         alias_bytes: of arguments that results are written into.
+        vmem_bytes: of a TPU core's vector memory, the most that a Pallas kernel of the program takes.
         error: why there is no program; all numbers are 0 then.
     """
 
@@ -79,6 +80,7 @@ class Compiled:
     alias_bytes: int = 0
     temp_bytes: int = 0
     code_bytes: int = 0
+    vmem_bytes: int = 0
     kernels: tuple[KernelUse, ...] = ()
     error: str | None = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -20,13 +21,12 @@ import numpy as np
 from jax.experimental import topologies
 
 import kernels_pallas as kernels
-from jaxserve.capacity.footprint import share_of
+from jaxserve.capacity.footprint import first_layers, share_of
 from jaxserve.capacity.jobs import Compiled, Job
 from jaxserve.capacity.ptx import KernelUse, take_dumped
 from jaxserve.capacity.targets import Chip, Target, parse_target
 from jaxserve.config import EngineConfig
 from jaxserve.models.registry import resolve
-from jaxserve.models.spec import DecoderSpec
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.memory import PoolSize
 from jaxserve.runtime.planning import smallest_plan, with_pool
@@ -94,12 +94,6 @@ def plan_of(job: Job, device: jax.Device) -> EnginePlan:
     return plan
 
 
-def first_layers(spec: DecoderSpec, num_layers: int) -> DecoderSpec:
-    """The decoder with its first layers only."""
-    return dataclasses.replace(spec, num_layers=num_layers, layer_windows=spec.layer_windows[:num_layers],
-                               layer_uses_rope=spec.layer_uses_rope[:num_layers])
-
-
 def lower_attention(plan: EnginePlan, bucket: Bucket) -> jax.stages.Lowered:
     """One layer's paged attention, as the bucket's step calls it, with the pool donated."""
     spec, backend = plan.step.attention, plan.step.backend
@@ -148,9 +142,17 @@ def compile_program(plan: EnginePlan, program: Program, part: Literal["step", "a
             pool_bytes=plan.pool_bytes if isinstance(program, Bucket) else 0,
             argument_bytes=memory.argument_size_in_bytes, alias_bytes=memory.alias_size_in_bytes,
             temp_bytes=memory.temp_size_in_bytes, code_bytes=memory.generated_code_size_in_bytes,
-            kernels=kernel_use())
+            vmem_bytes=_vmem_bytes(compiled) if plan.device.platform == "tpu" else 0, kernels=kernel_use())
     except Exception as error:  # a compiler's report: every failure is a result
         return Compiled(program=str(program), backend=plan.step.backend, error=_in_words(error))
+
+
+def _vmem_bytes(compiled: jax.stages.Compiled) -> int:
+    """The most vector memory that a Pallas kernel of a TPU program takes; in the text it is memory space 1."""
+    calls = [line for line in (compiled.as_text() or "").splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+    sizes = [int(size) for call in calls
+             for size in re.findall(r'"used_scoped_memory_configs":\[\{"memory_space":"1",[^}]*"size":"(\d+)"', call)]
+    return max(sizes, default=0)
 
 
 def _in_words(error: Exception) -> str:

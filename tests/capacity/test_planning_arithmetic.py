@@ -36,7 +36,8 @@ def test_weights_of_llama_3_8b_are_16_06_gb():
 
 
 @pytest.mark.parametrize("name, billions", [("llama-3-70b", 70.55), ("qwen3-0.6b", 0.596), ("qwen3-8b", 8.19),
-                                            ("gemma-2-9b", 9.24)])
+                                            ("gemma-2-9b", 9.24),
+                                            ("llama-3.2-1b", 1.236)])
 def test_sizes_of_the_known_models_are_the_published_ones(name, billions):
     assert weights_bytes(find_model(name).spec, "bfloat16") / 2e9 == pytest.approx(billions, rel=2e-3)
 
