@@ -256,20 +256,23 @@ def _check_message(i: int, message: Message) -> dict[str, Any]:
             raise wrong(".content is missing; only a message with tool_calls may have none")
     elif not isinstance(content, str):
         raise wrong(f".content must be a text or a list of text parts, got {type(content).__name__}")
-    if message.get("tool_calls"):
-        checked["tool_calls"] = [_parse_arguments(call, wrong) for call in message["tool_calls"]]
+    calls = message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+            raise wrong(f".tool_calls must be a list of objects, got {calls!r}")
+        checked["tool_calls"] = [_parse_arguments(call, wrong) for call in calls]
     return checked
 
 
-def _parse_arguments(call: Any, wrong: Callable[[str], RequestError]) -> Any:
+def _parse_arguments(call: Mapping[str, Any], wrong: Callable[[str], RequestError]) -> Any:
     """Templates want a call's arguments as an object; the OpenAI API has them as JSON text."""
-    function = call.get("function") if isinstance(call, Mapping) else None
+    function = call.get("function")
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(arguments, str):
         return call
     try:
         parsed = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         raise wrong(f".tool_calls has arguments that are not JSON: {arguments!r}") from None
     return {**call, "function": {**function, "arguments": parsed}}
 

@@ -139,3 +139,49 @@ def test_one_bad_prompt_refuses_the_call(http):
     refused(http, COMPLETIONS, {"prompt": ["good", "x" * 1280]})
     refused(http, COMPLETIONS, {"prompt": ["a"] * 1000, "n": 2})
     assert http.get("/load").json()["server_load"] == 0
+
+
+NESTED = b'[' * 900 + b']' * 900
+
+
+@pytest.mark.parametrize("message", [
+    {"role": "user", "content": "a", "tool_calls": 5}, {"role": "assistant", "content": "a", "tool_calls": [5]},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, {"role": ["user"]},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]},
+    {"role": "user", "content": [{"type": "text", "text": "a"}, None]}, {"role": "user", "content": {"text": "a"}},
+    {"role": "", "content": "a"}, {"role": "user", "content": [[]]}, {"role": "\udfff", "content": "a"}])
+def test_messages_that_break_templates(http, message):
+    for path in (CHAT, "/tokenize"):
+        answer = http.post(path, content=json.dumps({"messages": [message]}).encode())
+        assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("fields", [
+    b'"chat_template_kwargs": {"x": ' + NESTED + b'}', b'"metadata": {"a": ' + NESTED + b'}', b'"stop": ' + NESTED,
+    b'"logit_bias": {"1": 1e400}', b'"temperature": 1e400', b'"max_completion_tokens": 1e400', b'"n": 1e400',
+    b'"logit_bias": {"1": ' + NESTED + b'}', b'"user": ' + NESTED, b'"nonsense": ' + NESTED,
+    b'"seed": ' + b"9" * 4000, b'"chat_template_kwargs": {"messages": []}', b'"chat_template_kwargs": {"tools": [1]}',
+    b'"chat_template_kwargs": {"\\udfff": 1}', b'"chat_template_kwargs": {"bos_token": "\\udfff"}',
+    b'"user": 5', b'"stop": {"a": 1}', b'"stream_options": {"include_usage": 1}, "stream": true',
+    b'"stream_options": {"x": true}, "stream": true', b'"cache_salt": "\\udfff"', b'"bad_words": ["\\udfff"]'])
+def test_nasty_fields(http, fields):
+    body = b'{"max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}], ' + fields + b"}"
+    answer = http.post(CHAT, content=body)
+    # What a template does not use may be anything.
+    assert answer.status_code == 400 or (answer.status_code == 200 and b"kwargs" in fields), answer.text
+    if answer.status_code == 400:
+        assert len(answer.content) < 2000 and answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models/%00", "/v1/models/%ff", "/v1/responses/%2e%2e/x", "/v1//models",
+                                  "/v1/responses/", "/v1/models/", "/%E2%82%AC"])
+def test_nasty_paths(http, path):
+    answer = http.get(path)
+    assert answer.status_code == 404 and answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("headers", [
+    {"Content-Type": "text/plain"}, {"Content-Type": "nonsense"}, {"Accept": "image/png"}])
+def test_a_body_is_json_whatever_its_headers_say(http, headers):
+    body = json.dumps({"prompt": "ok", "max_tokens": 1}).encode()
+    assert http.post(COMPLETIONS, content=body, headers=headers).status_code == 200
