@@ -16,6 +16,20 @@ JAX_VERSION: tuple[int, int] = tuple(int(part) for part in jax.__version__.split
 CPU_SCAN_WIDENS_BFLOAT16 = JAX_VERSION < (0, 11)
 
 
+def gpu_interpreter(*, detect_races: bool = False) -> Any:
+    """The argument `interpret` of a Mosaic GPU kernel that lets it run on a CPU. Public from jax 0.11 on."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    params: Any = getattr(mosaic_gpu, "InterpretGPUParams", None)
+    if params is None:
+        params = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.params").InterpretGPUParams
+    return params(detect_races=detect_races)
+
+
+# Thread blocks that an interpreted kernel is run with. jax 0.10 compiles the program of every block anew.
+GPU_INTERPRETED_BLOCKS = 1 if JAX_VERSION < (0, 11) else 3
+
+
 @contextlib.contextmanager
 def tpu_interpreter() -> Iterator[None]:
     """TPU kernels that are traced and run inside run on the CPU, under all checks that there are.
