@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jaxserve.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
+# As kernels_pallas.Backend, which cannot be imported here without jax.
+AttentionBackend = Literal["auto", "reference", "xla", "mosaic_tpu"]
 CompileMode = Literal["lazy", "eager"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -33,6 +36,10 @@ class EngineConfig:
             what `max_num_seqs` full-length sequences can use, nor than `CPU_POOL_LIMIT_BYTES`.
         enable_prefix_caching: reuse the KV pages of equal prompt prefixes.
         dtype: of weights and activations. "auto": see docs/models.md.
+        kv_cache_dtype: of K and V in the pool. "auto": as `dtype`. "int8" and "fp8" keep a scale for each token and
+            head beside them, and take about a quarter of float32's memory; see docs/models.md for what they cost.
+        attention_backend: "auto" takes the fastest that the device and the model allow. Others are refused where
+            they cannot run.
         seed: base of the seeds given to requests without one. None: from the operating system.
         scheduling_policy: "fcfs" or "priority" (lower `priority` first, ties by arrival).
         decode_steps: decode steps in one launch when nothing is being prefilled.
@@ -55,6 +62,8 @@ class EngineConfig:
     kv_cache_memory_fraction: float = 0.3
     enable_prefix_caching: bool = True
     dtype: Dtype = "auto"
+    kv_cache_dtype: KvCacheDtype = "auto"
+    attention_backend: AttentionBackend = "auto"
     seed: int | None = None
     scheduling_policy: SchedulingPolicy = "fcfs"
     decode_steps: int = 1
@@ -80,9 +89,10 @@ class EngineConfig:
         if not 0.0 < self.kv_cache_memory_fraction <= 0.95:
             raise ConfigError(
                 f"kv_cache_memory_fraction must be in (0, 0.95], got {self.kv_cache_memory_fraction}")
-        for name, allowed in (("dtype", ("auto", "float32", "bfloat16", "float16")),
-                              ("scheduling_policy", ("fcfs", "priority")),
-                              ("compile_mode", ("lazy", "eager"))):
+        for name, choices in (("dtype", Dtype), ("kv_cache_dtype", KvCacheDtype),
+                              ("attention_backend", AttentionBackend), ("scheduling_policy", SchedulingPolicy),
+                              ("compile_mode", CompileMode)):
+            allowed = get_args(choices)
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if isinstance(self.max_logprobs, bool) or not isinstance(self.max_logprobs, int) or self.max_logprobs < 0:

@@ -82,12 +82,14 @@ def _engine(plan: EnginePlan) -> Facts:
     tokens = (config.num_pages - 1) * config.page_size
     full_length = tokens // config.max_model_len
     return {
-        "dtype": plan.step.attention.dtype,
+        "dtype": plan.params.embed.dtype.name,
         "max_model_len": f"{config.max_model_len:,}",
         "max_num_seqs": str(config.max_num_seqs),
         "max_num_batched_tokens": str(config.max_num_batched_tokens),
         "weights": _size(plan.weights_bytes),
-        "KV pool": f"{_size(plan.pool_bytes)}: {config.num_pages:,} pages of {config.page_size} tokens, "
+        "attention backend": f"{plan.step.backend} ({plan.backend_reason})",
+        "KV pool": f"{_size(plan.pool_bytes)} in {plan.step.attention.dtype}: {config.num_pages:,} pages of "
+                   f"{config.page_size} tokens, "
                    f"{full_length} sequences of full length",
         "compiled shapes": f"{len(plan.buckets)}: {', '.join(map(str, plan.buckets))}",
     }

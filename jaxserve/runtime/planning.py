@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import kernels_pallas as kernels
-from jaxserve.config import DEFAULT_MAX_MODEL_LEN, EngineConfig, ResolvedConfig
+from jaxserve.config import DEFAULT_MAX_MODEL_LEN, AttentionBackend, EngineConfig, ResolvedConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.params import abstract_params
 from jaxserve.models.spec import DecoderSpec
@@ -51,6 +51,28 @@ def resolve_dtype(dtype: str, checkpoint_dtype: str | None, device: jax.Device) 
     return checkpoint_dtype if checkpoint_dtype in ("float16", "bfloat16", "float32") else "bfloat16"
 
 
+def resolve_kv_dtype(kv_cache_dtype: str, dtype: str) -> str:
+    """The dtype of the KV pool, as `kernels_pallas` calls it, of an engine whose activations are of `dtype`."""
+    return {"auto": dtype, "fp8": "float8_e4m3fn"}.get(kv_cache_dtype, kv_cache_dtype)
+
+
+def resolve_backend(requested: AttentionBackend, device: jax.Device,
+                    attention: kernels.AttentionSpec) -> kernels.Choice:
+    """The attention backend, and why.
+
+    Raises:
+        ConfigError: the backend that was asked for cannot run there.
+    """
+    best = kernels.choose_backend(device, attention)
+    if requested == "auto":
+        return best
+    objection = kernels.why_not(requested, device, attention)
+    if objection is not None:
+        raise ConfigError(f"attention_backend={requested!r} on {device.device_kind}: {objection}; give 'auto', which "
+                          f"takes {best.backend!r} here")
+    return kernels.Choice(requested, "set by attention_backend")
+
+
 def plan_engine(spec: DecoderSpec, dtype: str, config: EngineConfig, valid_vocab: int, device: jax.Device,
                 weights_loaded: bool = False) -> EnginePlan:
     """Resolves the options and sizes the pool.
@@ -70,8 +92,8 @@ def plan_engine(spec: DecoderSpec, dtype: str, config: EngineConfig, valid_vocab
                      step_temp_bytes=lambda: _step_temp_bytes(smallest, config.compilation_cache_dir))
     plan = with_pool(smallest, size)
     logger.info("attention backend: %s (%s)", plan.step.backend, plan.backend_reason)
-    logger.info("KV pool: %d pages of %d tokens, %.0f MiB (%s)", size.num_pages, plan.config.page_size,
-                plan.pool_bytes / 2**20, size.reason)
+    logger.info("KV pool: %d pages of %d tokens in %s, %.0f MiB (%s)", size.num_pages, plan.config.page_size,
+                plan.step.attention.dtype, plan.pool_bytes / 2**20, size.reason)
     return plan
 
 
@@ -97,9 +119,10 @@ def smallest_plan(spec: DecoderSpec, dtype: str, config: EngineConfig, valid_voc
 
     attention = kernels.AttentionSpec(
         num_layers=spec.num_layers, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
-        num_pages=resolved.num_pages, page_size=resolved.page_size, dtype=dtype, scale=spec.attn_scale,
-        softcap=spec.attn_softcap, query_block=QUERY_BLOCK)
-    choice = kernels.choose_backend(device, attention)
+        num_pages=resolved.num_pages, page_size=resolved.page_size,
+        dtype=resolve_kv_dtype(config.kv_cache_dtype, dtype), scale=spec.attn_scale, softcap=spec.attn_softcap,
+        query_block=QUERY_BLOCK)
+    choice = resolve_backend(config.attention_backend, device, attention)
     step = StepSpec(model=spec, attention=attention, backend=choice.backend,
                     valid_vocab=valid_vocab, max_logprobs=config.max_logprobs)
     params = abstract_params(spec, dtype)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import pytest
 from click.testing import CliRunner
 
+import kernels_pallas as kernels
 from jaxserve.cli.main import main
 
+BACKENDS = get_args(kernels.Backend)
 ENGINE = ("--max-model-len", "256", "--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--page-size", "16",
           "--num-pages", "80")
 
@@ -71,6 +74,7 @@ def test_info_plans_without_weights(tiny_model, dtype):
     assert facts["attention"] == "4 query heads, 2 kv heads, head size 8"
     assert (facts["dtype"], facts["max_model_len"]) == (dtype, "256")
     # 79 pages beside the dummy hold 4 sequences of 256 tokens.
+    assert f" in {dtype}: " in facts["KV pool"] and facts["attention backend"].partition(" (")[0] in BACKENDS
     assert facts["KV pool"].endswith("80 pages of 16 tokens, 4 sequences of full length")
     assert "decode2+prefill32" in facts["compiled shapes"]
 

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.config import DEFAULT_MAX_MODEL_LEN, EngineConfig
+import kernels_pallas as kernels
+from jaxserve.config import DEFAULT_MAX_MODEL_LEN, AttentionBackend, EngineConfig
 from jaxserve.errors import ConfigError, OutOfMemoryError
 from jaxserve.runtime import memory, planning
 from jaxserve.runtime.planning import plan_engine, resolve_dtype, resolve_max_model_len
@@ -126,6 +128,52 @@ def test_16_bit_layers_cross_into_the_step_as_bits_where_that_is_faster(monkeypa
         assert {leaf.dtype for leaf in jax.tree.leaves(params.layers)} == {jnp.dtype(wanted)}
         assert params.embed.dtype == jnp.bfloat16
         assert plan(GPU, "bfloat16").params.layers.wqkv.dtype == jnp.bfloat16
+
+
+# -- the KV pool's dtype, and who computes attention
+
+
+@pytest.mark.parametrize("option, dtype, wanted", [
+    ("auto", "bfloat16", "bfloat16"), ("auto", "float32", "float32"), ("float16", "float32", "float16"),
+    ("int8", "bfloat16", "int8"), ("fp8", "float32", "float8_e4m3fn")])
+def test_the_pool_s_dtype(option, dtype, wanted):
+    attention = plan(dtype=dtype, kv_cache_dtype=option).step.attention
+    assert attention.dtype == wanted
+
+
+@pytest.mark.parametrize("option", ["float16", "int8", "fp8"])
+def test_a_budget_buys_as_many_pages_as_its_dtype_and_its_scales_allow(option):
+    """SPEC's rows of 16 values take 64 bytes in float32, 32 in float16, and 16 with a scale of 4 in 8 bits."""
+    budget = {"num_pages": None, "kv_cache_memory_bytes": 4 << 20, "max_num_seqs": 256}
+    row_bytes = SPEC.head_dim * 4
+    small = SPEC.head_dim * 2 if option == "float16" else SPEC.head_dim + 4
+    float32, smaller = plan(**budget), plan(kv_cache_dtype=option, **budget)
+    assert smaller.config.num_pages == pytest.approx(float32.config.num_pages * row_bytes / small, abs=2)
+    page_bytes = smaller.pool_bytes // smaller.config.num_pages
+    assert smaller.pool_bytes <= 4 << 20 < smaller.pool_bytes + page_bytes
+
+
+def test_a_backend_that_is_named_is_taken():
+    for backend in ("reference", "xla"):
+        chosen = plan(attention_backend=backend)
+        assert (chosen.step.backend, chosen.backend_reason) == (backend, "set by attention_backend")
+
+
+def test_a_backend_that_cannot_run_there_is_refused_with_its_reason(monkeypatch):
+    monkeypatch.setattr(kernels, "why_not", lambda backend, device, spec: f"{backend} needs a quantum computer")
+    with pytest.raises(ConfigError, match="attention_backend='reference' on fake: reference needs a quantum computer; "
+                                          "give 'auto', which takes"):
+        plan(attention_backend="reference")
+
+
+def test_the_option_names_every_backend():
+    assert set(get_args(AttentionBackend)) == {"auto", *get_args(kernels.Backend)}
+
+
+@pytest.mark.parametrize("name, value", [("kv_cache_dtype", "int4"), ("attention_backend", "cuda")])
+def test_unknown_values_are_refused_with_the_known_ones(name, value):
+    with pytest.raises(ConfigError, match=f"{name} must be one of auto, .*, got '{value}'"):
+        EngineConfig(**{name: value})
 
 
 def test_temporaries_of_the_largest_step_do_not_depend_on_the_pool(xla_cache):
