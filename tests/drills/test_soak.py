@@ -1,5 +1,5 @@
-"""An hour of a busy day in fast motion: tens of thousands of tiny requests of every kind on a tiny model. Memory, pages,
-open files and threads stay what they were after the first of them, and nothing is compiled."""
+"""An hour of a busy day in fast motion: tens of thousands of tiny requests of every kind on a tiny model. Memory,
+pages, open files and threads stay what they were after the first of them, and nothing is compiled."""
 
 from __future__ import annotations
 
