@@ -81,6 +81,13 @@ def test_of_several_completions(llm, dense):
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
 
 
+@pytest.mark.parametrize("max_tokens", [0, 4])
+def test_of_the_prompt_come_with_the_first_event(llm, max_tokens):
+    events = list(llm.stream(CHUNKED, n=2, seed=1, max_tokens=max_tokens, prompt_logprobs=1, ignore_eos=True))
+    assert events[0].prompt_logprobs == events[-1].output.prompt_logprobs
+    assert all(event.prompt_logprobs is None for event in events[1:])
+
+
 def test_through_preemption(llm, dense):
     prompts = [prompt_ids(60, seed=seed) for seed in range(3)]
     params = SamplingParams(seed=1, max_tokens=60, logprobs=1, prompt_logprobs=1, ignore_eos=True)

@@ -138,6 +138,11 @@ def test_a_fault_within_a_stream_is_an_event(make_llm, monkeypatch):
         assert lines[-2:] == ["data: [DONE]", ""] and "choices" in lines[0]
         answer = http.post("/v1/completions", json=STREAM | {"prompt": "a", "max_tokens": 20, "stream": False})
         assert answer.status_code == 500 and "Traceback" not in answer.text
+        *events, failed = client.responses.create(model="tiny", input="a", temperature=0, stream=True,
+                                                  extra_body={"ignore_eos": True})
+        assert failed.type == "response.failed" and "the engine failed" in failed.response.error.message
+        said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert failed.response.output_text == said != ""
         monkeypatch.setattr(llm._runner, "launch", launch)
         assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
         assert_nothing_is_held(server)
