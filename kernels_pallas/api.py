@@ -34,7 +34,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.quantize import LARGEST
 
-Backend = Literal["reference", "xla", "mosaic_tpu"]
+Backend = Literal["reference", "xla", "cpu_native", "mosaic_tpu"]
 Pool = Any
 Plan = Any
 
@@ -118,6 +118,7 @@ def token_rows(batch: AttentionBatch) -> tuple[jax.Array, jax.Array, jax.Array]:
 # What each backend needs of a device, in words and as a test; the fastest backend first. What it needs of the spec,
 # its module knows, which is only imported where the device is right.
 _NEEDS: dict[Backend, tuple[str, Callable[[Any], bool]]] = {
+    "cpu_native": ("a CPU", lambda device: device.platform == "cpu"),
     "mosaic_tpu": ("a TPU", lambda device: device.platform == "tpu"),
     "xla": ("any device", lambda device: True),
     "reference": ("any device", lambda device: True),

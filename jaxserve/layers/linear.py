@@ -6,12 +6,34 @@ dtype. Weights are stored `[in..., out...]`, the tied embedding and the output h
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas import cpu_native
 
-def dot(x: jax.Array, w: jax.Array, axes: int = 1) -> jax.Array:
+
+@dataclass(frozen=True)
+class LayerOf:
+    """One layer's matrix, left in its stack `[L, in..., out...]`: the native CPU product reads it where it lies."""
+
+    stack: jax.Array
+    layer: jax.Array
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the weights; their stack may hold bfloat16 as uint16."""
+        return jnp.dtype(jnp.bfloat16) if self.stack.dtype == jnp.uint16 else self.stack.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stack.shape[1:]
+
+
+def dot(x: jax.Array, w: jax.Array | LayerOf, axes: int = 1) -> jax.Array:
     """Contracts the last `axes` axes of x with the first `axes` of w.
 
     Args:
@@ -21,6 +43,12 @@ def dot(x: jax.Array, w: jax.Array, axes: int = 1) -> jax.Array:
     Returns:
         float32 `[rows..., out...]`.
     """
+    if isinstance(w, LayerOf):
+        inputs = math.prod(w.shape[:axes])
+        # Rounded as for any other product: the weight's precision is the precision of what it multiplies.
+        rows = x.astype(w.dtype).astype(jnp.float32).reshape(-1, inputs)
+        out = cpu_native.linear(rows, w.stack.reshape(w.stack.shape[0], inputs, -1), w.layer)
+        return out.reshape(*x.shape[:x.ndim - axes], *w.shape[axes:])
     return _dot(x, w, tuple(range(x.ndim - axes, x.ndim)), tuple(range(axes)))
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.layers.embedding import embed, unembed
-from jaxserve.layers.linear import dot
+from jaxserve.layers.linear import LayerOf, dot
 from jaxserve.layers.mlp import gated_mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import apply_rope, cos_sin
@@ -32,8 +32,12 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, KV, jax.Array, jax.Array | N
 NO_WINDOW = 1 << 30
 
 
+# The matrices of a layer: nearly all of its bytes.
+MATRICES = ("wqkv", "wo", "w_gate_up", "w_down")
+
+
 def decode_tokens(spec: DecoderSpec, params: DecoderParams, token_ids: jax.Array, positions: jax.Array, kv: KV,
-                  attend: Attend[KV]) -> tuple[jax.Array, KV]:
+                  attend: Attend[KV], native_linear: bool = False) -> tuple[jax.Array, KV]:
     """Runs T tokens, of any number of sequences, through all layers.
 
     Pure. What the tokens see of each other and of the past is `attend`'s business.
@@ -43,6 +47,7 @@ def decode_tokens(spec: DecoderSpec, params: DecoderParams, token_ids: jax.Array
         token_ids: int32 `[T]`.
         positions: int32 `[T]`, each token's position in its own sequence.
         kv: any pytree; it is carried through the layers, so a donated one is updated in place.
+        native_linear: multiply with the native CPU kernel, which reads the stacks where they lie. One device only.
 
     Returns:
         The hidden states after the final norm, float32 `[T, E]`, and the new kv.
@@ -53,6 +58,7 @@ def decode_tokens(spec: DecoderSpec, params: DecoderParams, token_ids: jax.Array
         x, kv = carry
         layer, index, window, uses_rope = inputs
         layer = bits_as_bfloat16(layer)
+        layer = dataclasses.replace(layer, **{name: LayerOf(stack, index) for name, stack in unsliced.items()})
         window = shared_window if window is None else window
         rotation = cos, sin
         if uses_rope is not None:  # rotation by the angle zero leaves q and k as they are
@@ -63,7 +69,12 @@ def decode_tokens(spec: DecoderSpec, params: DecoderParams, token_ids: jax.Array
     windows = [NO_WINDOW if window is None else window for window in spec.layer_windows]
     no_windows, same_window = set(spec.layer_windows) == {None}, len(set(windows)) == 1
     shared_window = None if no_windows else jnp.int32(windows[0])
-    layers = _one_row_layout(params.layers) if token_ids.shape[0] == 1 else params.layers
+    layers, unsliced = params.layers, {}
+    if native_linear:
+        unsliced = {name: getattr(layers, name) for name in MATRICES}
+        layers = dataclasses.replace(layers, **dict.fromkeys(MATRICES))
+    elif token_ids.shape[0] == 1:
+        layers = _one_row_layout(layers)
     inputs = (layers, jnp.arange(spec.num_layers, dtype=jnp.int32),
               None if same_window else jnp.asarray(windows, jnp.int32),
               None if all(spec.layer_uses_rope) else jnp.asarray(spec.layer_uses_rope))

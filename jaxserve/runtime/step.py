@@ -48,6 +48,7 @@ class StepSpec:
     """What is static for every bucket of an engine.
 
     `valid_vocab`: ids below it may be sampled; the embedding may have more rows than the tokenizer ids.
+    `native_linear_rows`: buckets of up to so many token rows multiply with the native CPU kernel.
     """
 
     model: DecoderSpec
@@ -55,6 +56,7 @@ class StepSpec:
     backend: kernels.Backend
     valid_vocab: int
     max_logprobs: int
+    native_linear_rows: int = 0
 
 
 def step(spec: StepSpec, bucket: Bucket, params: DecoderParams, state: DeviceState,
@@ -112,7 +114,8 @@ def _forward(spec: StepSpec, bucket: Bucket, params: DecoderParams, state: Devic
         return kernels.paged_attention(q, k, v, pool, plan, layer=layer, window=window, spec=attention,
                                        backend=spec.backend)
 
-    hidden, pool = decode_tokens(spec.model, params, token_ids, positions, state.pool, attend)
+    hidden, pool = decode_tokens(spec.model, params, token_ids, positions, state.pool, attend,
+                                 native_linear=bucket.num_tokens <= spec.native_linear_rows)
 
     last = jnp.clip(ragged.query_starts + count - 1, 0, bucket.num_tokens - 1)
     next_position = jnp.where(samples, start + count, 0)

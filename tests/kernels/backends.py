@@ -16,7 +16,7 @@ from tests.kernels.mosaic_tpu_harness import MOSAIC_TPU
 from tests.kernels.scenes import Pages, Scene, Shape, expected
 
 HARNESSES: dict[kernels.Backend, harness.Harness] = {
-    "reference": harness.REFERENCE, "xla": harness.XLA, "mosaic_tpu": MOSAIC_TPU}
+    "reference": harness.REFERENCE, "xla": harness.XLA, "cpu_native": harness.XLA, "mosaic_tpu": MOSAIC_TPU}
 
 
 def skip_unsupported(shape: Shape, backend: kernels.Backend) -> None:

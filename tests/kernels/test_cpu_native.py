@@ -1,0 +1,139 @@
+"""What the native CPU kernels have of their own beside the shared tests of attention."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kernels_pallas as kernels
+from kernels_pallas import cpu_native
+from kernels_pallas.cpu_native import build
+from tests.kernels.backends import assert_right, bits, run
+from tests.kernels.scenes import PADDING, Seq, Shape, make_scene
+
+LONG = Shape(heads=4, kv_heads=2, head_dim=16, page_size=64, pages_per_seq=25, decodes=3, chunks=3, query_block=32,
+             sinks=True)
+CPU = types.SimpleNamespace(platform="cpu", device_kind="cpu")
+
+
+@pytest.fixture
+def unloaded():
+    """The kernels are looked for anew in the test, and again after it."""
+    build._load.cache_clear()
+    yield
+    build._load.cache_clear()
+
+
+# -- attention: a decode row's context is cut into spans of 512 tokens
+
+
+@pytest.mark.parametrize("kv_len", [511, 512, 513, 1024, 1600])
+def test_contexts_of_several_spans(kv_len: int):
+    assert_right(make_scene(LONG, (Seq(kv_len - 1, 1), PADDING, Seq(40, 1), Seq(kv_len - 70, 70), PADDING, PADDING),
+                            seed=kv_len), "cpu_native")
+
+
+@pytest.mark.parametrize("window", [1, 511, 600, 1500])
+def test_windows_that_begin_in_a_later_span(window: int):
+    shape = Shape(heads=4, kv_heads=2, head_dim=16, page_size=64, pages_per_seq=25, decodes=1, chunks=3,
+                  query_block=32, windowed=True)
+    assert_right(make_scene(shape, (Seq(1599, 1), Seq(1400, 96), PADDING, PADDING), seed=1, window=window),
+                 "cpu_native")
+
+
+def test_a_row_is_bitwise_the_same_in_a_chunk_of_any_length():
+    """Tiles of query rows share their products, and a row's result does not depend on which rows share them."""
+    whole = make_scene(LONG, (PADDING, PADDING, PADDING, Seq(600, 96), PADDING, PADDING), seed=2)
+    out, _ = run(whole, "cpu_native")
+    for count in (1, 31, 33):
+        part = make_scene(LONG, (PADDING, PADDING, PADDING, Seq(600, count), PADDING, PADDING), seed=2)
+        for name in ("q", "k", "v"):
+            getattr(part, name)[3:3 + count] = getattr(whole, name)[3:3 + count]
+        part.pages.values[...] = whole.pages.values
+        part.tables[...] = whole.tables
+        found, _ = run(part, "cpu_native")
+        np.testing.assert_array_equal(bits(found[3:3 + count]), bits(out[3:3 + count]))
+
+
+# -- products
+
+
+def _product(rows: int, inputs: int, outputs: int, dtype: str, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, inputs)).astype(np.float32)
+    stack = rng.normal(size=(3, inputs, outputs)).astype(jnp.dtype(dtype))
+    return x, stack, jax.jit(cpu_native.linear)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.sampled_from([1, 2, 3, 5, 6, 7, 32, 130]), inputs=st.sampled_from([1, 16, 127, 128, 300]),
+       outputs=st.sampled_from([1, 15, 16, 64, 65, 200]), dtype=st.sampled_from(["float32", "bfloat16"]))
+def test_a_product_with_one_of_a_stack(rows: int, inputs: int, outputs: int, dtype: str):
+    x, stack, linear = _product(rows, inputs, outputs, dtype)
+    for layer in (0, 2):
+        found = linear(x, stack, jnp.int32(layer))
+        wanted = x.astype(np.float64) @ stack[layer].astype(np.float64)
+        assert np.abs(found - wanted).max() <= 1e-6 * inputs
+
+
+def test_bits_of_bfloat16_multiply_like_the_numbers():
+    x, stack, linear = _product(5, 96, 80, "bfloat16")
+    np.testing.assert_array_equal(linear(x, stack, jnp.int32(1)), linear(x, stack.view(np.uint16), jnp.int32(1)))
+
+
+def test_a_product_of_one_row_is_bitwise_that_of_many():
+    x, stack, linear = _product(200, 300, 208, "float32")
+    many = np.asarray(linear(x, stack, jnp.int32(1)))
+    for row in (0, 5, 127, 128, 199):
+        np.testing.assert_array_equal(bits(np.asarray(linear(x[row:row + 1], stack, jnp.int32(1)))[0]), bits(many[row]))
+
+
+def test_nan_stays_in_its_row():
+    x, stack, linear = _product(9, 64, 64, "float32")
+    healthy = np.asarray(linear(x, stack, jnp.int32(0)))
+    x[4] = np.nan
+    found = np.asarray(linear(x, stack, jnp.int32(0)))
+    assert np.isnan(found[4]).all()
+    np.testing.assert_array_equal(np.delete(found, 4, 0), np.delete(healthy, 4, 0))
+
+
+# -- where they cannot be had
+
+
+def test_without_a_compiler_the_portable_path_is_taken_and_says_why(monkeypatch, unloaded):
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    choice = kernels.choose_backend(CPU, LONG.spec)
+    assert choice.backend == "xla" and "no C++ compiler was found" in choice.reason
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch, unloaded, tmp_path):
+    broken = tmp_path / "broken-compiler"
+    broken.write_text("#!/bin/sh\necho 'attention.cc:1: error: out of ideas' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setattr(build.platformdirs, "user_cache_dir", lambda name: str(tmp_path / "cache"))
+    assert "out of ideas" in kernels.choose_backend(CPU, LONG.spec).reason
+    assert not list((tmp_path / "cache").iterdir())  # nothing half made stays behind
+
+
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch, unloaded, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(build.platformdirs, "user_cache_dir", lambda name: str(tmp_path / "file"))
+    assert "could not be stored or loaded" in kernels.choose_backend(CPU, LONG.spec).reason
+
+
+def test_the_kernels_are_compiled_once_for_a_machine(monkeypatch, unloaded):
+    assert cpu_native.unsupported(LONG.spec) is None
+    build._load.cache_clear()
+
+    def compile_again(*args):
+        raise AssertionError("compiled a second time")
+
+    monkeypatch.setattr(build, "_compile", compile_again)
+    assert cpu_native.unsupported(LONG.spec) is None
