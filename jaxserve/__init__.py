@@ -20,7 +20,8 @@ from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput, RequestTi
 from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxserve.llm import LLM, generate
+    from jaxserve.llm import LLM
+    from jaxserve.one_call import generate
 
 __version__ = "0.1.0"
 
@@ -31,7 +32,10 @@ __all__ = ["LLM", "CheckpointError", "CompletionOutput", "ConfigError", "EngineC
 
 def __getattr__(name: str) -> Any:
     # jax takes a second to import; `jaxserve --help` and type checkers need not wait for it.
-    if name in ("LLM", "generate"):
-        from jaxserve import llm
-        return getattr(llm, name)
+    if name == "LLM":
+        from jaxserve.llm import LLM
+        return LLM
+    if name == "generate":
+        from jaxserve.one_call import generate
+        return generate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

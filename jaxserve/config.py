@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, unknown_names
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
@@ -102,11 +102,11 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> EngineConfig:
-        """Builds a config from keyword options; unknown names raise ConfigError with the known ones."""
+        """Builds a config from keyword options; unknown names raise ConfigError with the nearest known ones."""
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(options) - known)
         if unknown:
-            raise ConfigError(f"unknown option(s) {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+            raise ConfigError(unknown_names("option(s)", unknown, known))
         return cls(**options)
 
 

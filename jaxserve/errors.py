@@ -1,5 +1,7 @@
 """Errors that users meet. Each message names the value, the limit and what to do."""
 
+from collections.abc import Iterable
+
 
 class JaxserveError(Exception):
     """Base of every error that jaxserve raises on purpose."""
@@ -43,3 +45,15 @@ class EngineError(JaxserveError, RuntimeError):
 
 class EngineClosedError(EngineError):
     """The engine has been closed, so it takes no more requests."""
+
+
+def unknown_names(what: str, unknown: Iterable[str], known: Iterable[str]) -> str:
+    """The message for names that do not exist: "unknown `what` x", with the nearest names that do, else all."""
+    import difflib
+
+    known, parts = sorted(known), []
+    for name in sorted(unknown):
+        near = difflib.get_close_matches(name, known, n=2)
+        parts.append(f"{name} (did you mean {' or '.join(near)}?)" if near else name)
+    message = f"unknown {what} {', '.join(parts)}"
+    return message if all("?" in part for part in parts) else f"{message}; known: {', '.join(known)}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numbers
+import sys
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxserve.errors import RequestError
+from jaxserve.errors import RequestError, unknown_names
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 
@@ -18,23 +19,26 @@ def listed_prompts(prompts: Any) -> tuple[list[Any], bool]:
         return [prompts], True
     if isinstance(prompts, bytes | bytearray):
         raise RequestError("a prompt is text or token ids, got bytes; decode them first", "prompts")
-    if not isinstance(prompts, Iterable):
-        raise RequestError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}", "prompts")
     # An array's tolist gives plain integers; a jax array's own items would be arrays.
     to_list = getattr(prompts, "tolist", None)
-    items = list(prompts) if to_list is None else to_list()
+    items = prompts if to_list is None else to_list()
+    if not isinstance(items, Iterable):  # a single number, or an array of no dimensions
+        raise RequestError(f"prompts must be a prompt or a list of prompts, got {prompts!r:.80}; a single token id is "
+                           "a prompt in a list", "prompts")
+    items = list(items)
     if items and all(isinstance(item, numbers.Integral) and not isinstance(item, bool) for item in items):
         return [items], True
     return items, False
 
 
 def listed_conversations(messages: Any) -> tuple[list[Any], bool]:
-    """The conversations as a list, and whether there is only one, given on its own."""
+    """The conversations as a list, and whether there is only one, given on its own. An empty list is no conversation,
+    as an empty list of prompts is no prompt."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise RequestError(f"messages must be a list of messages or a list of such lists, got "
                            f"{type(messages).__name__}", "messages")
     items = list(messages)
-    if not items or isinstance(items[0], Mapping):
+    if items and isinstance(items[0], Mapping):
         return [items], True
     return items, False
 
@@ -51,8 +55,8 @@ def one_params(params: Any, sampling: dict[str, Any]) -> SamplingParams:
         return _checked_params(params)
     unknown = sorted(set(sampling) - set(SamplingParams.__dataclass_fields__))
     if unknown:
-        raise RequestError(f"unknown sampling option(s) {', '.join(unknown)}; known: "
-                           f"{', '.join(sorted(SamplingParams.__dataclass_fields__))}", unknown[0])
+        raise RequestError(unknown_names("sampling option(s)", unknown, SamplingParams.__dataclass_fields__),
+                           unknown[0])
     return SamplingParams(**sampling)
 
 
@@ -83,7 +87,11 @@ def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
-def progress_bar(total: int, show: bool) -> Any:
+def progress_bar(total: int, show: bool = True, **look: Any) -> Any:
+    """A tqdm bar with the `look` that tqdm's options give it, shown in a terminal or a notebook: in a pipe or a log
+    file it would be a line without end."""
     from tqdm.auto import tqdm
 
-    return tqdm(total=total, desc="Generating", unit="req", disable=not show or total == 0, dynamic_ncols=True)
+    seen = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
+    look = {"desc": "Generating", "unit": "req", "dynamic_ncols": True} | look
+    return tqdm(total=total, disable=not (show and seen and total), **look)

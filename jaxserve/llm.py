@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import queue
-import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
@@ -137,6 +137,13 @@ class LLM:
         items, single = listed_prompts(prompts)
         return self._generate(items, single, self._processor.process, sampling_params, sampling, use_tqdm)
 
+    async def agenerate(self, prompts: Prompt | Iterable[Prompt],
+                        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                        use_tqdm: bool = True, **sampling: Any) -> list[RequestOutput]:
+        """As `generate`, for coroutines: the event loop runs on meanwhile. Cancelling it aborts the requests."""
+        items, single = listed_prompts(prompts)
+        return await self._agenerate(items, single, self._processor.process, sampling_params, sampling, use_tqdm)
+
     def chat(self, messages: Messages | Iterable[Messages],
              sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
              add_generation_prompt: bool | None = None, continue_final_message: bool = False,
@@ -156,12 +163,17 @@ class LLM:
         """
         template = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
                     "tools": tools, "chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs}
-
-        def process(conversation: Messages, params: SamplingParams) -> ProcessedRequest:
-            return self.process_chat(conversation, params, **template)
-
         items, single = listed_conversations(messages)
+        process = functools.partial(self.process_chat, **template)
         return self._generate(items, single, process, sampling_params, sampling, use_tqdm)
+
+    async def achat(self, messages: Messages | Iterable[Messages],
+                    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                    use_tqdm: bool = True, **options: Any) -> list[RequestOutput]:
+        """As `chat`, with its options, for coroutines; see `agenerate`."""
+        items, single = listed_conversations(messages)
+        process = functools.partial(self.process_chat, **_take_template_options(options))
+        return await self._agenerate(items, single, process, sampling_params, options, use_tqdm)
 
     # -- streams
 
@@ -232,7 +244,10 @@ class LLM:
 
         Args:
             params, name_map: as for the constructor. Structure, shapes and shardings must be the engine's;
-                of a DecoderParams also the dtype, the other kinds are converted.
+                of a DecoderParams also the dtype, the other kinds are converted. The jax arrays of a DecoderParams
+                are kept, not copied (those of the constructor too): the engine never donates them, so they stay
+                yours to read, but they must not be donated or deleted while the engine uses them. A train step
+                that donates its parameters must be given others: `jax.tree.map(jnp.copy, params)`.
 
         Raises:
             ConfigError, CheckpointError: naming the first leaf that differs; the old weights stay.
@@ -310,7 +325,7 @@ class LLM:
 
     def _process_chat(self, messages: Messages, sampling_params: SamplingParams | None,
                       options: dict[str, Any]) -> ProcessedRequest:
-        template = {name: options.pop(name) for name in _TEMPLATE_OPTIONS if name in options}
+        template = _take_template_options(options)
         params = one_params(sampling_params, options)
         return self.process_chat(messages, params, **template)
 
@@ -337,57 +352,63 @@ class LLM:
                   use_tqdm: bool) -> list[RequestOutput]:
         """Processes `items` (prompts or conversations), runs those that are valid, and waits for all."""
         self._check_open()
-        prepared: list[ProcessedRequest | RequestOutput] = []
-        for item, params in zip(items, params_for(len(items), sampling_params, sampling), strict=True):
-            try:
-                prepared.append(process(item, params))
-            except RequestError as error:
-                prepared.append(failed_output(item, error))
-        outputs = self._run(prepared, use_tqdm)
-        if single and outputs[0].error is not None:
-            raise outputs[0].error
-        return outputs
-
-    def _run(self, prepared: list[ProcessedRequest | RequestOutput], use_tqdm: bool) -> list[RequestOutput]:
-        outputs = {index: item for index, item in enumerate(prepared) if isinstance(item, RequestOutput)}
-        valid = {index: item for index, item in enumerate(prepared) if isinstance(item, ProcessedRequest)}
-        request_ids = {index: new_request_id() for index in valid}
+        each = params_for(len(items), sampling_params, sampling)
         done: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
-        num_tokens = 0
-
-        def listener(index: int) -> Callable[[StreamEvent], None]:
-            def on_event(event: StreamEvent) -> None:
-                nonlocal num_tokens
-                num_tokens += len(event.token_ids)
-                if event.output is not None:
-                    done.put((index, event.output))
-            return on_event
-
-        bar = progress_bar(len(prepared), use_tqdm)
-        bar.update(len(outputs))
-        started = time.perf_counter()
+        batch = _Batch(_prepare(items, each, process), done.put, use_tqdm)
         try:
-            for index, processed in valid.items():
-                self._submit(processed, listener(index), patient=True, request_id=request_ids[index])
-            while len(outputs) < len(prepared):
+            self._start(batch)
+            while batch.unfinished:
                 try:
-                    index, output = done.get(timeout=_BAR_REFRESH)
+                    batch.finish(*done.get(timeout=_BAR_REFRESH))
                 except queue.Empty:
-                    pass
-                else:
-                    outputs[index] = output
-                    bar.update(1)
-                bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - started):.1f} tok/s", refresh=False)
+                    batch.show()
         except BaseException:
             # An interrupt, usually. Wait until the engine has let go, so that the next call starts clean.
-            for request_id in request_ids.values():
-                self._thread.abort(request_id)
+            self._abandon(batch)
             with contextlib.suppress(EngineClosedError):
                 self._thread.call(lambda: None)
             raise
         finally:
-            bar.close()
-        return [outputs[index] for index in range(len(prepared))]
+            batch.bar.close()
+        return batch.results(single)
+
+    async def _agenerate(self, items: list[Any], single: bool,
+                         process: Callable[[Any, SamplingParams], ProcessedRequest],
+                         sampling_params: SamplingParams | Sequence[SamplingParams] | None, sampling: dict[str, Any],
+                         use_tqdm: bool) -> list[RequestOutput]:
+        """As `_generate`; what takes time happens in other threads."""
+        self._check_open()
+        each = params_for(len(items), sampling_params, sampling)
+        prepared = await asyncio.to_thread(_prepare, items, each, process)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Queue[tuple[int, RequestOutput]] = asyncio.Queue()
+
+        def deliver(item: tuple[int, RequestOutput]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed, so nobody waits any more
+                loop.call_soon_threadsafe(done.put_nowait, item)
+
+        batch = _Batch(prepared, deliver, use_tqdm)
+        try:
+            self._start(batch)
+            while batch.unfinished:
+                try:
+                    batch.finish(*await asyncio.wait_for(done.get(), _BAR_REFRESH))
+                except TimeoutError:
+                    batch.show()
+        except BaseException:  # cancelled, usually
+            self._abandon(batch)
+            raise
+        finally:
+            batch.bar.close()
+        return batch.results(single)
+
+    def _start(self, batch: _Batch) -> None:
+        for index, processed in batch.valid.items():
+            self._submit(processed, batch.listener(index), patient=True, request_id=batch.request_ids[index])
+
+    def _abandon(self, batch: _Batch) -> None:
+        for request_id in batch.request_ids.values():
+            self._thread.abort(request_id)
 
     def _stream(self, processed: ProcessedRequest) -> Generator[StreamEvent, None, None]:
         events: queue.SimpleQueue[StreamEvent] = queue.SimpleQueue()
@@ -427,41 +448,68 @@ class LLM:
             self._thread.abort(request_id)  # no effect on one that has ended
 
 
-def generate(model: str | PathLike[str], prompts: Prompt | Sequence[Prompt], *,
-             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True,
-             **options: Any) -> list[RequestOutput]:
-    """Loads a model and generates, in one call. The engine is kept for the next call with the same model
-    and engine options, so a second notebook cell starts at once; another model replaces it.
+class _Batch:
+    """The requests of one call, their outputs so far, and its progress bar.
 
     Args:
-        model: see LLM.
-        prompts: see LLM.generate.
-        options: engine options (EngineConfig) and sampling options (SamplingParams) by name. `seed` is the
-            request's.
+        prepared: in the order of the prompts; those that were invalid are outputs already.
+        deliver: called in the engine's thread with the index and the output of each that ends.
     """
-    engine_names = set(EngineConfig.__dataclass_fields__) - set(SamplingParams.__dataclass_fields__)
-    engine_options = {name: options.pop(name) for name in list(options) if name in engine_names}
-    unknown = sorted(set(options) - set(SamplingParams.__dataclass_fields__))
-    if unknown:
-        raise ConfigError(f"unknown option(s) {', '.join(unknown)}; engine options: {', '.join(sorted(engine_names))}; "
-                          f"sampling options: {', '.join(sorted(SamplingParams.__dataclass_fields__))}")
-    EngineConfig.from_options(engine_options)
-    if sampling_params is None or options:
-        sampling_params = one_params(sampling_params, options)
-    with _kept_lock:
-        key = (str(model), tuple(sorted(engine_options.items())))
-        global _kept
-        if _kept is None or _kept[0] != key or _kept[1].closed:
-            if _kept is not None:
-                _kept[1].close()
-                _kept = None
-            _kept = (key, LLM(model, **engine_options))
-        llm = _kept[1]
-    return llm.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def __init__(self, prepared: list[ProcessedRequest | RequestOutput],
+                 deliver: Callable[[tuple[int, RequestOutput]], None], use_tqdm: bool):
+        self._outputs = {index: item for index, item in enumerate(prepared) if isinstance(item, RequestOutput)}
+        self.valid = {index: item for index, item in enumerate(prepared) if isinstance(item, ProcessedRequest)}
+        self.request_ids = {index: new_request_id() for index in self.valid}
+        self._deliver = deliver
+        self._num_tokens = 0
+        self._started = time.perf_counter()
+        self.bar = progress_bar(len(prepared), use_tqdm)
+        self.bar.update(len(self._outputs))
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.valid.keys() - self._outputs.keys())
+
+    def listener(self, index: int) -> Callable[[StreamEvent], None]:
+        def on_event(event: StreamEvent) -> None:
+            self._num_tokens += len(event.token_ids)
+            if event.output is not None:
+                self._deliver((index, event.output))
+        return on_event
+
+    def finish(self, index: int, output: RequestOutput) -> None:
+        self._outputs[index] = output
+        self.show(refresh=False)
+        self.bar.update(1)  # redraws, but not too often
+
+    def show(self, refresh: bool = True) -> None:
+        rate = self._num_tokens / (time.perf_counter() - self._started)
+        self.bar.set_postfix_str(f"{rate:.1f} tok/s", refresh)
+
+    def results(self, single: bool) -> list[RequestOutput]:
+        """In the order of the prompts. Raises the error of a `single` one."""
+        outputs = [self._outputs[index] for index in range(len(self._outputs))]
+        if single and outputs[0].error is not None:
+            raise outputs[0].error
+        return outputs
 
 
-_kept: tuple[Any, LLM] | None = None
-_kept_lock = threading.Lock()
+def _prepare(items: list[Any], params: list[SamplingParams],
+             process: Callable[[Any, SamplingParams], ProcessedRequest]) -> list[ProcessedRequest | RequestOutput]:
+    """Each item as a request, or as the output that says why it cannot be one."""
+    prepared: list[ProcessedRequest | RequestOutput] = []
+    for item, its_params in zip(items, params, strict=True):
+        try:
+            prepared.append(process(item, its_params))
+        except RequestError as error:
+            prepared.append(failed_output(item, error))
+    return prepared
+
+
+def _take_template_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Removes the options of `chat` for rendering a conversation from the others, and returns them."""
+    return {name: options.pop(name) for name in _TEMPLATE_OPTIONS if name in options}
 
 
 def _open_source(model: str | PathLike[str] | None, config: Mapping[str, Any] | None, params: Any,
@@ -472,20 +520,16 @@ def _open_source(model: str | PathLike[str] | None, config: Mapping[str, Any] | 
         raise ConfigError("config= and params= go together")
     if config is not None:
         return memory_model(config, max_model_len, tokenizer)
-    assert model is not None
+    if not isinstance(model, str | PathLike):
+        raise ConfigError(f"model must be the name or path of a model, got {model!r:.80}")
     if tokenizer is not None or name_map is not None:
         raise ConfigError("tokenizer= and name_map= are for weights in memory (config= and params=)")
     return open_model(model, max_model_len)
 
 
 def _compile_all(runner: Runner) -> None:
-    from tqdm.auto import tqdm
-
-    with tqdm(total=len(runner.plan.programs), desc="Compiling", unit="program", leave=False) as bar:
-        def on_done(_: Any) -> None:
-            bar.update(1)
-
-        runner.compile(on_done)
+    with progress_bar(len(runner.plan.programs), desc="Compiling", unit="program", leave=False) as bar:
+        runner.compile(lambda _: bar.update(1))
 
 
 def _is_last(event: StreamEvent) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.errors import RequestError
+from jaxserve.errors import RequestError, unknown_names
 
 GREEDY_TEMPERATURE = 1e-5  # below it the distribution is a point for any logits that float32 can tell apart
 MAX_N = 128
@@ -47,7 +47,7 @@ class SamplingParams:
         presence_penalty, frequency_penalty: in [-2, 2]; over generated ids only.
         logit_bias: id -> value in [-100, 100], added to the logits.
         allowed_token_ids: every other id is masked. Empty is an error.
-        bad_words: strings that must not appear (with and without a leading space).
+        bad_words: string or strings that must not appear (with and without a leading space).
         stop: string or strings that end the generation; matched on generated text only. The one that is
             completed first counts, of several the longest.
         stop_token_ids: ids that end the generation. Such an id stays in token_ids, its text is left out
@@ -82,7 +82,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
+    bad_words: str | Sequence[str] | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
@@ -95,6 +95,11 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     priority: int = 0
     cache_salt: str | None = None
+
+    def __new__(cls, **fields: Any) -> SamplingParams:
+        if unknown := fields.keys() - cls.__dataclass_fields__.keys():
+            raise TypeError(unknown_names("sampling option(s)", unknown, cls.__dataclass_fields__))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, (low, high) in _INTEGERS.items():
@@ -157,7 +162,7 @@ class SamplingParams:
                 raise RequestError("stop strings need detokenize=True; use stop_token_ids instead", "stop")
             self._set("stop", stops)
         if self.bad_words is not None:
-            words = _strings("bad_words", self.bad_words)
+            words = _strings("bad_words", (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words)
             if len(words) > MAX_BAD_WORDS:
                 raise RequestError(
                     f"bad_words has {len(words)} entries, at most {MAX_BAD_WORDS} are allowed", "bad_words")

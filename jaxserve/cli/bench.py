@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -23,8 +24,15 @@ def bench() -> None:
     """
 
 
+def _writable(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    """The path, if a file can be written there: not to be found out after minutes of measuring."""
+    if path is not None and not (path.parent.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise click.BadParameter(f"{path} cannot be written; give a file in a directory that exists", ctx, param)
+    return path
+
+
 def _json_option(command: Callable) -> Callable:
-    return click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False),
+    return click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), callback=_writable,
                         help="Also write the report, with environment and single runs, to this file.")(command)
 
 

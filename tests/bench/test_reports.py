@@ -54,6 +54,15 @@ def test_a_short_answer_is_no_measurement(fake_llm):
         offline.throughput(llm, repetitions=1)
 
 
+@pytest.mark.parametrize("command", ["throughput", "startup", "host"])
+def test_a_report_that_cannot_be_written_is_known_before_the_run(fake_llm, tmp_path, command):
+    for place in (tmp_path / "absent" / "report.json", tmp_path):
+        result = CliRunner().invoke(main, ["bench", command, "--json", str(place)])
+        assert result.exit_code == 2
+        assert str(place) in result.stderr
+    assert not fake_llm.instances
+
+
 def test_host_times_every_phase():
     report = host(running=4, steps=20, repetitions=2)
     assert list(report.samples) == ["schedule_ms", "pack_ms", "commit_ms", "step_ms", "step_p99_ms"]

@@ -58,6 +58,33 @@ def test_a_broken_prompt_file_names_the_line(fake_llm, tmp_path):
     assert not fake_llm.instances
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_prompt_file_that_is_not_utf_8(fake_llm, tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes('"Müsli"\n'.encode("latin-1"))
+    result = run("--prompt-file", str(path))
+    assert result.exit_code == 2
+    assert f"{path} is not UTF-8 text (byte 0xfc" in " ".join(result.stderr.split())
+    assert not fake_llm.instances
+
+
+def test_standard_input_that_is_not_utf_8(fake_llm):
+    result = CliRunner().invoke(main, ["generate", "m"], input=b"M\xfcsli")
+    assert result.exit_code == 2
+    assert "standard input is not UTF-8 text" in result.stderr
+
+
+def test_an_interrupt_is_exit_code_130_and_one_line(fake_llm, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fake_llm, "generate", interrupted)
+    result = run("-p", "one")
+    assert result.exit_code == 130
+    assert (result.stdout, result.stderr) == ("", "interrupted\n")
+    assert fake_llm.instances[0].closed
+
+
 def test_json_lines_hold_what_the_api_returns(fake_llm):
     result = run("-p", "one", "--json", "--max-tokens", "2")
     (record,) = map(json.loads, result.stdout.splitlines())

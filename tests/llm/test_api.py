@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -30,6 +32,13 @@ def test_forms_of_prompts(llm):
 
 def test_no_prompts(llm):
     assert llm.generate([], PARAMS, use_tqdm=False) == []
+    assert llm.chat([], PARAMS, use_tqdm=False) == []
+
+
+@pytest.mark.parametrize("prompts", [5, np.array(5), jnp.array(5), None, 1.5, b"text"], ids=repr)
+def test_what_is_no_prompt(llm, prompts):
+    with pytest.raises(RequestError, match="prompt"):
+        llm.generate(prompts, PARAMS, use_tqdm=False)
 
 
 def test_params_for_each_prompt(llm):
@@ -70,12 +79,19 @@ def test_an_invalid_stream_fails_at_the_call(llm):
         llm.stream_chat([])
 
 
-def test_progress(llm, capsys):
+def test_progress_in_terminals_and_notebooks(llm, capsys, monkeypatch):
+    llm.generate(["a"], PARAMS)
+    assert capsys.readouterr().err == ""  # no terminal, no bar
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     llm.generate(["a", ""], PARAMS)
     error = capsys.readouterr().err
     assert "2/2" in error and "tok/s" in error
     llm.generate(["a"], PARAMS, use_tqdm=False)
     assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    monkeypatch.setitem(sys.modules, "ipykernel", None)  # a notebook shows bars, though it is no terminal
+    llm.generate(["a"], PARAMS)
+    assert "1/1" in capsys.readouterr().err
 
 
 # -- chat
@@ -126,7 +142,7 @@ def test_another_template_and_its_variables(llm):
 
 
 def test_chat_errors(llm):
-    for messages in ([], [{"role": "user"}], [{"content": "x"}], "hi", USER, 3):
+    for messages in ([{}], [{"role": "user"}], [{"content": "x"}], "hi", USER, 3):
         with pytest.raises(RequestError, match="messages"):
             llm.chat(messages, PARAMS, use_tqdm=False)
 
@@ -166,7 +182,9 @@ def test_defaults_come_from_the_checkpoint_unless_switched_off(tmp_path, xla_cac
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"page_sise": 8}, "unknown option"), ({"page_size": 12}, "power of two"), ({"dtype": "int8"}, "dtype"),
+    ({"page_sise": 8}, r"unknown option.s. page_sise .did you mean page_size"),
+    ({"max_seq": 8}, "did you mean max_num_seqs"), ({"zzz": 1}, "unknown option.*zzz; known: .*page_size"),
+    ({"page_size": 12}, "power of two"), ({"dtype": "int8"}, "dtype"),
     ({"max_model_len": 513}, "512 positions"), ({"max_num_batched_tokens": 31}, "32"),
     ({"max_logprobs": 5000}, "vocabulary"), ({"deterministic": True, "decode_steps": 2}, "decode_steps=1"),
 ], ids=str)
@@ -177,6 +195,7 @@ def test_wrong_options(make_llm, options, message):
 
 def test_wrong_sources():
     for arguments in ({}, {"model": "demo", "config": tiny.CONFIG}, {"config": tiny.CONFIG}, {"params": {}},
-                      {"model": "demo", "params": {}}, {"model": "demo", "tokenizer": tiny.tokenizer()}):
+                      {"model": "demo", "params": {}}, {"model": "demo", "tokenizer": tiny.tokenizer()},
+                      {"model": 5}, {"model": b"demo"}, {"model": ["demo"]}):
         with pytest.raises(ConfigError):
             LLM(**arguments)

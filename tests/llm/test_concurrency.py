@@ -109,6 +109,75 @@ def test_async_chat(llm):
     assert asyncio.run(main()) == llm.chat(messages, SHORT, use_tqdm=False)[0].outputs[0].token_ids
 
 
+# -- lists of requests in coroutines
+
+
+def test_agenerate_gives_what_generate_gives_while_the_loop_runs_on(llm, expected):
+    turns = 0
+
+    async def count_turns():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def main():
+        counting = asyncio.create_task(count_turns())
+        outputs = await llm.agenerate(PROMPTS * 3, SHORT, use_tqdm=False)
+        counting.cancel()
+        return outputs
+
+    assert [output.outputs[0].token_ids for output in asyncio.run(main())] == expected * 3
+    assert turns > 10
+
+
+def test_many_agenerate_calls_at_once_with_their_own_options(llm, expected):
+    async def main():
+        return await asyncio.gather(*(
+            llm.agenerate(prompt, max_tokens=n, temperature=0, ignore_eos=True, use_tqdm=False)
+            for prompt in PROMPTS for n in (1, 5)))
+
+    found = [[output.outputs[0].token_ids for output in outputs] for outputs in asyncio.run(main())]
+    assert found == [[ids[:n]] for ids in expected for n in (1, 5)]
+
+
+def test_agenerate_reports_invalid_prompts_as_generate_does(llm, expected):
+    async def main():
+        outputs = await llm.agenerate([PROMPTS[0], [], PROMPTS[1]], SHORT, use_tqdm=False)
+        assert await llm.agenerate([], use_tqdm=False) == []
+        with pytest.raises(RequestError, match="empty"):
+            await llm.agenerate("", SHORT, use_tqdm=False)
+        return outputs
+
+    outputs = asyncio.run(main())
+    assert isinstance(outputs[1].error, RequestError)
+    assert [outputs[i].outputs[0].token_ids for i in (0, 2)] == expected[:2]
+
+
+def test_cancelling_agenerate_aborts_its_requests(llm, expected):
+    async def main():
+        task = asyncio.create_task(llm.agenerate([prompt_ids(5, seed=i) for i in range(50)], LONG, use_tqdm=False))
+        while not (await asyncio.to_thread(llm.metrics))["running"]:
+            pass
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert all_pages_free(llm)
+    assert llm.generate(PROMPTS[0], SHORT, use_tqdm=False)[0].outputs[0].token_ids == expected[0]
+
+
+def test_achat(llm):
+    conversations = [[{"role": "user", "content": text}] for text in ("hi", "bye")]
+
+    async def main():
+        return await llm.achat(conversations, SHORT, use_tqdm=False, chat_template_kwargs={"x": 1})
+
+    assert [output.outputs for output in asyncio.run(main())] == [
+        output.outputs for output in llm.chat(conversations, SHORT, use_tqdm=False)]
+
+
 # -- streams
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
@@ -139,10 +140,9 @@ def model(tmp_path):
     save_file(tiny.random_tensors(), tmp_path / "model.safetensors")
     tiny.tokenizer().save(tmp_path)
     yield tmp_path
-    from jaxserve import llm
+    from jaxserve import one_call
 
-    if llm._kept is not None:
-        llm._kept[1].close()
+    one_call._kept.close()
 
 
 def test_generate_keeps_the_last_engine(model, xla_cache, monkeypatch):
@@ -169,6 +169,39 @@ def test_generate_keeps_the_last_engine(model, xla_cache, monkeypatch):
     made[-1].close()
     generate("ab", max_tokens=1, scheduling_policy="fcfs")
     assert len(made) == 3
-    with pytest.raises(ConfigError, match="unknown option.*max_tokenz"):
+    with pytest.raises(ConfigError, match="unknown option.*max_tokenz .did you mean max_tokens"):
         generate("ab", max_tokenz=1)
     assert len(made) == 3
+
+
+def test_generate_from_threads_never_closes_an_engine_in_use(model, xla_cache, monkeypatch):
+    """Two models at once: the calls for one of them run together, then the other one's turn comes."""
+    open_engines, most, lock = set(), [], threading.Lock()
+
+    class Counted(jaxserve.LLM):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            open_engines.add(self)
+            most.append(len(open_engines))
+
+        def close(self):
+            open_engines.discard(self)
+            super().close()
+
+        def generate(self, *args, **kwargs):
+            with lock:
+                assert self in open_engines
+            return super().generate(*args, **kwargs)
+
+    monkeypatch.setattr("jaxserve.one_call.LLM", Counted)
+    engine = {name: value for name, value in tiny.ENGINE.items() if name != "seed"}
+
+    def call(i: int) -> list[int]:
+        outputs = jaxserve.generate(model, [[1, 2, i]], sampling_params=LONG, use_tqdm=False, **engine,
+                                    compilation_cache_dir=xla_cache, max_waiting_requests=10 + i % 2)
+        return outputs[0].outputs[0].token_ids
+
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(call, range(12)))
+    assert [len(ids) for ids in results] == [100] * 12
+    assert len(most) >= 2 and set(most) == {1}

@@ -297,6 +297,15 @@ def test_close_gives_everything_back(xla_cache):
 # -- new weights
 
 
+def test_a_step_donates_the_state_but_never_the_weights():
+    """They may be a user's own arrays."""
+    plan = make_plan()
+    for bucket in plan.buckets:
+        weights, state, batch = plan.lower(bucket).args_info[0]
+        assert not any(leaf.donated for leaf in jax.tree.leaves((weights, batch)))
+        assert all(leaf.donated for leaf in jax.tree.leaves(state))
+
+
 def test_new_weights_are_used_and_nothing_is_compiled(rig: Rig):
     new, old = make_params(seed=1), make_params()
     before = compilations()

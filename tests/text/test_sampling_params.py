@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ WRONG = [
     ("logit_bias", [{-1: 5}, {"abc": 1}, {"7": 1}, {1: 101}, {1: -101}, {1: NAN}, {1: "x"}, {1.5: 1}, {True: 1}, [1],
                     {i: 1 for i in range(MAX_LOGIT_BIAS + 1)}]),
     ("allowed_token_ids", [[], [-1], [1.0], ["1"], "12", 5, [True], {1: 2}, [2**31]]),
-    ("bad_words", ["word", [""], [1], b"word", ["ok"] * 129, ["\ud800"]]),
+    ("bad_words", ["", [""], [1], b"word", ["ok"] * 129, ["\ud800"]]),
     ("stop", ["", [""], ["", "zzz"], [1], 5, b"stop", ["a"] * 65, "x" * (MAX_STOP_STRING_CHARS + 1), ["\udfff"]]),
     ("stop_token_ids", [[-1], ["1"], "1", [None], range(MAX_STOP_TOKEN_IDS + 1)]),
     ("include_stop_str_in_output", [1, None, "yes"]),
@@ -70,8 +72,9 @@ def test_a_message_does_not_repeat_a_huge_value():
 
 
 def test_an_unknown_name_is_an_error():
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(TypeError, match="unknown.*temprature .did you mean temperature"):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+    assert copy.deepcopy(pickle.loads(pickle.dumps(SamplingParams(n=2)))) == SamplingParams(n=2)
 
 
 @pytest.mark.parametrize("given", [
@@ -98,6 +101,10 @@ def test_an_empty_collection_means_none(name):
 def test_stop_has_one_form_inside():
     assert SamplingParams(stop="END").stop_strings == SamplingParams(stop=["END"]).stop_strings == ("END",)
     assert SamplingParams().stop_strings == ()
+
+
+def test_one_bad_word_needs_no_list():
+    assert SamplingParams(bad_words="the") == SamplingParams(bad_words=["the"])
 
 
 def test_stop_strings_need_text():

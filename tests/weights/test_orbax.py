@@ -94,10 +94,19 @@ def test_incomplete_manifest(checkpoint, tmp_path):
         open_model(tmp_path / "c")
 
 
-def test_malformed_manifest(tmp_path):
-    (tmp_path / "jaxserve.json").write_text("[1]")
+@pytest.mark.parametrize("content", ["[1]", "null", "", "{", '{"format_version": 1, "dtype": ', "\xff"])
+def test_malformed_manifest(tmp_path, content):
+    (tmp_path / "jaxserve.json").write_text(content, encoding="latin-1")
     with pytest.raises(CheckpointError, match="jaxserve.json is malformed"):
         open_model(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"config": [1]}, {"config": "x"}, {"dtype": 5}, {"generation_config": [1]}],
+                         ids=str)
+def test_a_manifest_with_values_of_the_wrong_kind(checkpoint, tmp_path, changes):
+    edit_manifest(checkpoint[0], tmp_path / "c", **changes)
+    with pytest.raises(CheckpointError, match=f"malformed: {next(iter(changes))} must be"):
+        open_model(tmp_path / "c")
 
 
 def test_absent_parameters(checkpoint, tmp_path):
