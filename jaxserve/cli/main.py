@@ -30,10 +30,10 @@ CONTEXT_SETTINGS = {
 }
 
 
-class _EchoHandler(logging.Handler):
 _INTERRUPTED = 128 + signal.SIGINT  # as shells have it
 
 
+class _EchoHandler(logging.Handler):
     """Shows what the library logs, as plain lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -52,6 +52,9 @@ class _Cli(click.Group):
             return super().invoke(ctx)
         except JaxserveError as error:
             raise _UserError(" ".join(str(error).split())) from error
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            raise click.exceptions.Exit(_INTERRUPTED) from None
 
 
 @click.group(cls=_Cli, context_settings=CONTEXT_SETTINGS)
@@ -67,9 +70,6 @@ def main(quiet: bool) -> None:
     logger.setLevel(logging.WARNING if quiet else logging.INFO)
     if not any(isinstance(handler, _EchoHandler) for handler in logger.handlers):
         logger.addHandler(_EchoHandler())
-        except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
-            raise click.exceptions.Exit(_INTERRUPTED) from None
 
 
 for command in (generate, chat, serve, run_batch, bench, info, plan, convert):
