@@ -17,7 +17,7 @@ import jax
 
 from jaxserve.config import EngineConfig, ResolvedConfig
 from jaxserve.engine.async_engine import EngineThread
-from jaxserve.engine.core import EngineCore, Request
+from jaxserve.engine.core import EngineCore, Request, StepStats
 from jaxserve.engine.detokenizer import TokenTexts
 from jaxserve.engine.output_builder import RequestState
 from jaxserve.engine.processor import ProcessedRequest, Processor, Prompt, eos_token_ids
@@ -233,6 +233,10 @@ class LLM:
         """Calls `function` in the engine's thread, after what was submitted before. Raises EngineClosedError."""
         self._thread.call_soon(function)
 
+    def on_step(self, function: Callable[[StepStats], None]) -> None:
+        """Calls `function`, which must be quick and must not raise, in the engine's thread after each step."""
+        self._core.step_listeners.append(function)
+
     def on_end(self, function: Callable[[BaseException | None], None]) -> None:
         """Calls `function` in the engine's thread when the engine has ended, with the fault if it was one."""
         self._thread.on_end(function)
@@ -277,15 +281,20 @@ class LLM:
         self._thread.call(self._core.scheduler.reset_prefix_cache)
 
     def metrics(self) -> dict[str, Any]:
-        """Counters since start: steps, padding, compilations, prefix hits, preemptions, pages."""
+        """Counters since start: steps, padding, compilations, prefix hits, preemptions, pages, faults.
+
+        Of the pages, `pages_cached` are among the `pages_free`: what they hold may still be of use.
+        """
         def read() -> dict[str, Any]:
             scheduler = self._core.scheduler
             stats = scheduler.pool.stats
             return {**self._runner.metrics(), "prefix_query_tokens": stats.query_tokens,
                     "prefix_hit_tokens": stats.hit_tokens, "prefix_evictions": stats.evictions,
                     "preemptions": scheduler.num_preemptions, "running": scheduler.num_running,
-                    "waiting": scheduler.num_waiting, "pages_total": self.config.num_pages - 1,
-                    "pages_free": scheduler.pool.num_free}
+                    "waiting": scheduler.num_waiting, "page_size": self.config.page_size,
+                    "pages_total": self.config.num_pages - 1, "pages_free": scheduler.pool.num_free,
+                    "pages_cached": scheduler.pool.num_cached, "failed_steps": self._core.num_failed_steps,
+                    "not_finite": self._core.num_not_finite}
         return self._thread.call(read)
 
     def close(self) -> None:

@@ -40,6 +40,20 @@ class _EchoHandler(logging.Handler):
         click.echo(self.format(record), err=True)
 
 
+def _show_log(level: int) -> None:
+    """Until the command ends."""
+    logger, handler, before = logging.getLogger("jaxserve"), _EchoHandler(), logging.getLogger("jaxserve").propagate
+    logger.setLevel(level)
+    logger.addHandler(handler)
+    logger.propagate = False  # some libraries (absl) give the root logger a handler, and lines would come twice
+
+    def undo() -> None:
+        logger.removeHandler(handler)
+        logger.propagate = before
+
+    click.get_current_context().call_on_close(undo)
+
+
 class _UserError(click.ClickException):
     """A JaxserveError as one line on stderr; exit code 2 like click's own usage errors."""
 
@@ -66,10 +80,7 @@ def main(quiet: bool) -> None:
     MODEL is a hub id, a local Hugging Face directory, a .gguf file, an Orbax checkpoint directory, or "demo"
     (SmolLM2-135M-Instruct, fetched once).
     """
-    logger = logging.getLogger("jaxserve")
-    logger.setLevel(logging.WARNING if quiet else logging.INFO)
-    if not any(isinstance(handler, _EchoHandler) for handler in logger.handlers):
-        logger.addHandler(_EchoHandler())
+    _show_log(logging.WARNING if quiet else logging.INFO)
 
 
 for command in (generate, chat, serve, run_batch, bench, info, plan, convert):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,11 @@ import click
 
 from jaxserve.cli.options import SectionedCommand, given, options_of
 from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.serving.config import ServeConfig, read_config_file
+from jaxserve.serving.logs import use_format
+
+logger = logging.getLogger(__name__)
 
 _PACKAGES = {"starlette": "starlette", "uvicorn": "uvicorn", "prometheus_client": "prometheus_client"}
 
@@ -39,5 +44,14 @@ def serve(model: str, config_file: Path | None, **options: Any) -> None:
     if missing:
         raise ConfigError(f"serving needs {', '.join(missing)}: pip install 'jaxserve[serve]'")
 
+    use_format(config.log_format)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; no progress bars between log lines
     from jaxserve.serving.lifecycle import serve as run
-    sys.exit(run(model, engine, config))
+    try:
+        sys.exit(run(model, engine, config))
+    except JaxserveError as error:
+        if config.log_format != "json":
+            raise
+        logger.error("%s", error)  # so that this line, too, is JSON
+        sys.exit(2)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxserve.config import ResolvedConfig
@@ -25,12 +27,31 @@ logger = logging.getLogger(__name__)
 
 # After so many failed steps without a good one between, recomputing is no cure: everything is failed.
 _MAX_FAILED_STEPS = 2
+# After so many times of that without a good step between, the device is beyond help: the engine ends, and whoever
+# supervises the process can start another.
+_MAX_FAILED_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One turn of the loop: a step launched, and the one before it taken in.
+
+    Attributes:
+        seconds: of the whole turn.
+        host_seconds: of these, what was not spent waiting for the device.
+        num_tokens: what the launched step computes.
+    """
+
+    seconds: float
+    host_seconds: float
+    num_tokens: int
 
 
 class StepRunner(Protocol):
-    """What the core needs of runtime.runner.Runner."""
+    """What the core needs of runtime.runner.Runner. `waited`: seconds for which it has waited for the device."""
 
     config: ResolvedConfig
+    waited: float
 
     def launch(self, plan: StepPlan) -> Any: ...
     def fetch(self, launched: Any) -> StepResult: ...
@@ -56,7 +77,13 @@ class Request:
 
 
 class EngineCore:
-    """Owns the scheduler and the steps in flight. One thread calls it."""
+    """Owns the scheduler and the steps in flight. One thread calls it.
+
+    Attributes:
+        step_listeners: called after each turn that launched a step; must not raise.
+        num_failed_steps: since start.
+        num_not_finite: requests that ended because of NaN or infinite logits, since start.
+    """
 
     def __init__(self, scheduler: Scheduler, runner: StepRunner):
         self.scheduler = scheduler
@@ -66,7 +93,9 @@ class EngineCore:
         self._of_sequence: dict[int, tuple[Request, int]] = {}
         self._seq_ids = itertools.count()
         self._in_flight: tuple[StepPlan, Any] | None = None  # and what the runner launched for it
-        self._failed_steps = 0
+        self._failed_steps = self._failed_rounds = 0  # without a good step since
+        self.num_failed_steps = self.num_not_finite = 0
+        self.step_listeners: list[Callable[[StepStats], None]] = []
 
     @property
     def has_work(self) -> bool:
@@ -162,7 +191,25 @@ class EngineCore:
     # -- steps
 
     def step(self) -> None:
-        """Launches the next step, then takes in the one before it."""
+        """Launches the next step, then takes in the one before it.
+
+        Raises:
+            Exception: what made the last of several steps fail, when there is no hope left. All requests have ended.
+        """
+        if not self.step_listeners:
+            self._step()
+            return
+        started, waited = time.perf_counter(), self._runner.waited
+        plan = self._step()
+        if plan is not None:
+            seconds = time.perf_counter() - started
+            stats = StepStats(seconds, seconds - (self._runner.waited - waited),
+                              sum(row.num_tokens for row in (*plan.decodes, *plan.prefills)))
+            for listener in self.step_listeners:
+                listener(stats)
+
+    def _step(self) -> StepPlan | None:
+        """Returns the plan of what was launched."""
         self._feed_backlog()
         before = self._in_flight
         try:
@@ -170,7 +217,7 @@ class EngineCore:
             self._in_flight = None if plan is None else (plan, self._runner.launch(plan))
         except Exception as error:
             self._recover(error)
-            return
+            return None
         if plan is not None:
             for seq in plan.admitted:
                 self._of_sequence[seq.seq_id][0].state.mark_scheduled(seq.num_cached_tokens)
@@ -180,15 +227,17 @@ class EngineCore:
                 result = self._runner.fetch(launched)
             except Exception as error:
                 self._recover(error)
-                return
-            self._failed_steps = 0
+                return None
+            self._failed_steps = self._failed_rounds = 0
             self._take(plan_before, result)
         if not self.has_work:
             self.scheduler.check_idle()
+        return plan
 
     def _take(self, plan: StepPlan, result: StepResult) -> None:
         for seq_id in result.failed:
             if seq_id in self._of_sequence:
+                self.num_not_finite += 1
                 self._fail(self._of_sequence[seq_id][0], EngineError(
                     "the model's logits are not finite (NaN or infinite) for this request"))
         for seq_id, (start, rows) in result.prompt_logprobs.items():
@@ -221,6 +270,7 @@ class EngineCore:
     def _recover(self, error: Exception) -> None:
         """A step failed, and with it went the donated state. Everything is computed again, once."""
         self._in_flight = None
+        self.num_failed_steps += 1
         self._failed_steps += 1
         if self._failed_steps < _MAX_FAILED_STEPS:
             logger.exception("a step failed; rebuilding the KV pool and recomputing", exc_info=error)
@@ -228,8 +278,11 @@ class EngineCore:
         else:
             logger.error("%d steps failed in a row; failing all requests", self._failed_steps, exc_info=error)
             self._failed_steps = 0
+            self._failed_rounds += 1
             self.scheduler.fail_all()
             self.fail_all(error)
+            if self._failed_rounds == _MAX_FAILED_ROUNDS:
+                raise error
         self._runner.reset_state()
 
 

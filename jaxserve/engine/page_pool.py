@@ -5,7 +5,7 @@ Every page but the dummy is in exactly one of three states:
 - used: its reference count is the number of sequences that hold it; it is not in the free list;
 - free: in the free list, holding nothing of use;
 - cached: in the free list and published, so a sequence with the same prefix may take it back until it
-  is handed out for something else.
+  is handed out for something else. `num_cached` of the `num_free` pages are.
 
 A used page may be published too; then it is shared by reference count.
 """
@@ -64,6 +64,7 @@ class PagePool:
         self._next = [*range(1, n), DUMMY_PAGE]
         self._prev = [n - 1, *range(n - 1)]
         self.num_free = n - 1
+        self.num_cached = 0
 
     @property
     def num_used(self) -> int:
@@ -150,6 +151,7 @@ class PagePool:
         for page in self._page_of.values():
             self._hash_of[page] = None
         self._page_of.clear()
+        self.num_cached = 0
 
     def check_invariants(self, holders: Iterable[Sequence[int]] = ()) -> None:
         """Raises AssertionError unless each page is in exactly one state and the counts agree with what
@@ -163,6 +165,8 @@ class PagePool:
             page = self._next[page]
         if len(free) != self.num_free or len(set(free)) != len(free):
             raise AssertionError(f"free list has {len(free)} pages, {self.num_free} counted")
+        if self.num_cached != sum(self._hash_of[page] is not None for page in free):
+            raise AssertionError(f"{self.num_cached} cached pages counted, the free list has another number of them")
         held = Counter(page for pages in holders for page in pages)
         for page in range(1, self.num_pages):
             if self._refs[page] != held[page]:
@@ -187,6 +191,7 @@ class PagePool:
         self._next[before] = after
         self._prev[after] = before
         self.num_free -= 1
+        self.num_cached -= self._hash_of[page] is not None
 
     def _link(self, page: int, before: int) -> None:
         """Puts the page behind `before`; behind the dummy page is the front."""
@@ -194,3 +199,4 @@ class PagePool:
         self._next[before] = self._prev[after] = page
         self._prev[page], self._next[page] = before, after
         self.num_free += 1
+        self.num_cached += self._hash_of[page] is not None

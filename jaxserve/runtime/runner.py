@@ -7,6 +7,7 @@ scheduler recomputes (see EngineCore).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,9 @@ class Runner:
         params: the weights, in the dtype that was planned. They are kept, not copied, so they must not be donated
             or deleted while the runner lives.
         executables: the plan's programs; some may have been compiled already.
+
+    Attributes:
+        waited: seconds for which `launch` and `fetch` have waited for the device so far.
     """
 
     def __init__(self, plan: EnginePlan, params: DecoderParams, executables: Executables):
@@ -69,6 +73,7 @@ class Runner:
         self._one_at_a_time = plan.device.platform == "cpu"
         self._last_output: jax.Array | None = None
         self.steps = self.rows_real = self.rows_padded = 0
+        self.waited = 0.0
         self._compilations_at_warmup: int | None = None
 
     # -- set-up
@@ -120,7 +125,7 @@ class Runner:
         batch = pack(decodes, prefills, bucket, block_tables, self._query_block)
         executable = self._executables.get(bucket)
         if self._one_at_a_time and self._last_output is not None:
-            self._last_output.block_until_ready()
+            self._wait_for(self._last_output)
         self.state, output = executable(self._weights, self.state, batch)
         self._last_output = output.token_ids
         self.steps += 1
@@ -143,7 +148,13 @@ class Runner:
             self._read(launch, result)
         return result
 
+    def _wait_for(self, output: jax.Array) -> None:
+        started = time.perf_counter()
+        output.block_until_ready()
+        self.waited += time.perf_counter() - started
+
     def _read(self, launch: _Launch, result: StepResult) -> None:
+        self._wait_for(launch.output.token_ids)
         ids = np.asarray(launch.output.token_ids)  # [K, S]
         logprobs = prompt = None
         places = [(i, row) for i, row in enumerate(launch.decodes)]

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.serving.logs import LogFormat
+
+_INTEGERS = {"port": (0, 65535), "grpc_port": (0, 65535), "max_body_bytes": (1, 2**63),
+             "max_waiting_tokens": (1, 2**63), "max_connections": (1, 2**31), "grpc_max_message_bytes": (1, 2**31 - 1)}
+_SECONDS = {"drain_seconds": 0.0, "idle_seconds": 1.0, "grpc_keepalive_seconds": 1.0}  # the least of each
+_TEXTS = ("host", "served_model_name", "ssl_certfile", "ssl_keyfile", "ssl_client_ca", "otlp_endpoint")
+_LISTS = ("api_key", "cors_allow_origins")
+_FLAGS = ("chat_page", "grpc_reflection", "grpc_channelz", "trust_request_chat_template", "access_log", "log_prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,65 +33,102 @@ class ServeConfig:
         served_model_name: what clients call the model. Default MODEL as given.
         api_key: a key that clients must send, as "Authorization: Bearer KEY", to everything but health
             checks. Other users of the machine can read a command line: put keys into the config file.
-        ssl_certfile: certificate for TLS, with ssl_keyfile.
-        ssl_keyfile: key of the certificate.
+        ssl_certfile: certificate chain for TLS, with ssl_keyfile. A renewed file is read while the server runs.
+        ssl_keyfile: key of the certificate, not encrypted.
+        ssl_client_ca: certificates that clients' own certificates must be signed by; then everybody needs
+            one, health checks too.
         cors_allow_origins: web origin whose pages may call the HTTP server; "*" is every one.
+        chat_page: answer "/" with a page to chat with the model in a browser.
         max_body_bytes: largest HTTP body that is read.
+        max_connections: most HTTP connections at a time; more are closed at once.
+        idle_seconds: an HTTP connection without a request is closed after so long. Longer than what load
+            balancers keep idle connections for, which is often 60.
+        grpc_max_message_bytes: largest gRPC message that is taken, and sent.
+        grpc_keepalive_seconds: how often a silent gRPC connection is asked whether it is still there.
+        grpc_reflection: tell gRPC clients the protocols.
+        grpc_channelz: serve gRPC's own debugging data; needs grpcio-channelz.
         max_waiting_tokens: most prompt tokens of all requests that wait for their first token; more are
             refused (HTTP 429). One request alone may have more.
         trust_request_chat_template: take chat templates from requests. A template is a program and can
             use up a processor.
         drain_seconds: after SIGTERM requests may go on for so long before they are aborted.
+        log_format: of the log on stderr; json is one object a line.
+        access_log: a line for each call, with status, times and numbers of tokens.
+        log_prompts: with the texts of prompts and answers.
+        otlp_endpoint: send a trace of each request there by OTLP over gRPC, such as http://localhost:4317;
+            needs jaxserve[otel]. Traces have no texts in them.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int = 50051
     served_model_name: str | None = None
-    api_key: Sequence[str] = ()
+    api_key: Sequence[str] = field(default=(), repr=False)
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
+    ssl_client_ca: str | None = None
     cors_allow_origins: Sequence[str] = ()
+    chat_page: bool = True
     max_body_bytes: int = 16 << 20
+    max_connections: int = 4096
+    idle_seconds: float = 75.0
+    grpc_max_message_bytes: int = 64 << 20
+    grpc_keepalive_seconds: float = 60.0
+    grpc_reflection: bool = True
+    grpc_channelz: bool = False
     max_waiting_tokens: int = 1 << 20
     trust_request_chat_template: bool = False
     drain_seconds: float = 30.0
+    log_format: LogFormat = "text"
+    access_log: bool = True
+    log_prompts: bool = False
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("port", "grpc_port"):
-            self._integer(name, 0, 65535)
-        for name in ("max_body_bytes", "max_waiting_tokens"):
-            self._integer(name, 1, 2**63)
-        for name in ("api_key", "cors_allow_origins"):
+        for name, (low, high) in _INTEGERS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+        for name, least in _SECONDS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e6:
+                raise ConfigError(f"{name} must be a number of at least {least:g}, got {value!r}")
+        for name in _LISTS:
             value = getattr(self, name)
             items = tuple(value) if isinstance(value, list | tuple) else (value,)
             if not all(isinstance(item, str) and item for item in items):
                 raise ConfigError(f"{name} must be a text or a list of texts, none of them empty")
             object.__setattr__(self, name, items)
-        for name in ("host", "served_model_name", "ssl_certfile", "ssl_keyfile"):
+        for name in _TEXTS:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 raise ConfigError(f"{name} must be a text, got {value!r}")
-        if not isinstance(self.trust_request_chat_template, bool):
-            raise ConfigError(f"trust_request_chat_template must be true or false, got "
-                              f"{self.trust_request_chat_template!r}")
-        seconds = self.drain_seconds
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < 1e6:
-            raise ConfigError(f"drain_seconds must be a number of at least 0, got {seconds!r}")
+        for name in _FLAGS:
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {value!r}")
+        if self.log_format not in (formats := typing.get_args(LogFormat)):
+            raise ConfigError(f"log_format must be {' or '.join(formats)}, got {self.log_format!r}")
+        self._check_together()
+
+    def _check_together(self) -> None:
         if not self.port and not self.grpc_port:
             raise ConfigError("port and grpc_port are both 0, so there would be no server")
         if self.port == self.grpc_port:
             raise ConfigError(f"port and grpc_port are both {self.port}; they must differ")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile go together")
-        for path in (self.ssl_certfile, self.ssl_keyfile):
+        if self.ssl_client_ca is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_client_ca needs ssl_certfile and ssl_keyfile")
+        for path in (self.ssl_certfile, self.ssl_keyfile, self.ssl_client_ca):
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"there is no file {path}")
-
-    def _integer(self, name: str, low: int, high: int) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+        if self.log_prompts and not self.access_log:
+            raise ConfigError("log_prompts needs access_log: the texts are in its lines")
+        if self.otlp_endpoint is not None:
+            url = urlsplit(self.otlp_endpoint)
+            if url.scheme not in ("http", "https") or not url.hostname:
+                raise ConfigError(f"otlp_endpoint must be a URL such as http://localhost:4317, got "
+                                  f"{self.otlp_endpoint!r}")
 
 
 def read_config_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

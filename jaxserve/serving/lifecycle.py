@@ -1,4 +1,7 @@
-"""A server's life: listen, get warm, serve, drain, end.
+"""A server's life: listen, load, get warm, serve, drain, end.
+
+The ports are open from the beginning, so that probes and clients get an answer while the model is loaded and
+compiled: that the server is starting.
 
 SIGTERM or SIGINT: nothing new is taken, what runs may end within `drain_seconds` and is aborted then, and the
 process ends with 0. A second signal aborts at once. If the engine fails, the process ends with 1, so that
@@ -10,19 +13,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.errors import ConfigError, EngineError
 from jaxserve.llm import LLM
 from jaxserve.serving.config import ServeConfig
 from jaxserve.serving.http.app import HttpOptions, create_app
-from jaxserve.serving.http.server import HttpServer, bind
+from jaxserve.serving.http.server import HttpServer
+from jaxserve.serving.listening import bind
+from jaxserve.serving.logs import AccessLog
 from jaxserve.serving.metrics import ServingMetrics
 from jaxserve.serving.service import Service, ServiceLimits, State
+from jaxserve.serving.tls import TlsFiles
+from jaxserve.serving.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -32,62 +42,104 @@ def serve(model: str, engine_options: dict[str, Any], config: ServeConfig) -> in
 
     Raises:
         ConfigError: an option is wrong or an address is taken; found before the model is loaded.
+        JaxserveError: the model cannot be loaded.
     """
     listener = _listen(config.host, config.port) if config.port else None
-    if config.grpc_port:
-        _listen(config.host, config.grpc_port).close()  # only to find out
+    loader = Loader(lambda: LLM(model, **engine_options))
     try:
-        with LLM(model, **engine_options) as llm:
-            return asyncio.run(run(llm, config.served_model_name or model, config, listener))
+        code = asyncio.run(run(loader, config.served_model_name or model, config, listener))
+        if loader.busy:  # a signal came; the interpreter's own end would wait for what XLA compiles
+            logging.shutdown()
+            os._exit(code)
+        return code
     finally:
+        loader.close()
         if listener is not None:
             listener.close()
 
 
-async def run(llm: LLM, model_name: str, config: ServeConfig, listener: socket.socket | None) -> int:
-    """Serves an engine until a signal; see `serve`. `listener`: for HTTP."""
-    metrics = ServingMetrics(model_name, llm.config)
+class Loader:
+    """Makes an engine in a thread of its own."""
+
+    def __init__(self, make: Callable[[], LLM]):
+        self._make = make
+        self._llm: Future[LLM] = Future()
+        self._thread = threading.Thread(target=self._run, name="jaxserve-loader", daemon=True)
+
+    def start(self) -> asyncio.Future[LLM]:
+        self._llm.set_running_or_notify_cancel()  # who stops waiting does not stop the thread
+        self._thread.start()
+        return asyncio.wrap_future(self._llm)
+
+    def _run(self) -> None:
+        try:
+            self._llm.set_result(self._make())
+        except BaseException as error:
+            self._llm.set_exception(error)
+
+    @property
+    def busy(self) -> bool:
+        return self._llm.running()
+
+    def close(self) -> None:
+        """Closes the engine, if there is one."""
+        if self._llm.done() and self._llm.exception() is None:
+            self._llm.result().close()
+
+
+async def run(loader: Loader, model_name: str, config: ServeConfig, listener: socket.socket | None) -> int:
+    """Serves an engine until a signal; see `serve`. The caller closes the loader. `listener`: for HTTP."""
+    metrics = ServingMetrics(model_name)
+    tracing = None if config.otlp_endpoint is None else Tracing.to_endpoint(config.otlp_endpoint, model_name)
     limits = ServiceLimits(max_waiting_tokens=config.max_waiting_tokens)
-    service = Service(llm, model_name=model_name, limits=limits, observer=metrics)
-    signals: asyncio.Queue[str] = asyncio.Queue()
-    ended: asyncio.Event = asyncio.Event()
+    service = Service(model_name=model_name, limits=limits,
+                      observers=(metrics,) if tracing is None else (metrics, tracing))
+    ended = asyncio.Event()
     service.add_listener(lambda state: ended.set() if state is State.FAILED else None)
-    with _signals(signals):
+    with _signals() as (stop, stop_now):
         async with _faces(service, metrics, config, listener):
             try:
-                await service.start()
-            except JaxserveError:
+                await _first(_start(service, loader), stop.wait())
+            except EngineError:
                 logger.exception("the first token could not be made")
                 return 1
-            await _first(signals.get(), ended.wait())
+            await _first(stop.wait(), ended.wait())
             if not ended.is_set():
                 # A second signal, or the engine's end, makes it short.
-                await _first(service.drain(config.drain_seconds), signals.get(), ended.wait())
+                await _first(service.drain(config.drain_seconds), stop_now.wait(), ended.wait())
                 await _first(service.drain(0), ended.wait())
     service.close()
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
     if service.state is State.FAILED:
         logger.error("the engine has failed; the process ends, so that a supervisor can start it again")
         return 1
     return 0
 
 
+async def _start(service: Service, loader: Loader) -> None:
+    await service.start(await loader.start())
+
+
 @contextlib.asynccontextmanager
 async def _faces(service: Service, metrics: ServingMetrics, config: ServeConfig,
                  listener: socket.socket | None) -> AsyncIterator[None]:
-    tls = None
+    tls, access_log = None, AccessLog(log_prompts=config.log_prompts) if config.access_log else None
     if config.ssl_certfile is not None and config.ssl_keyfile is not None:
-        tls = (Path(config.ssl_certfile), Path(config.ssl_keyfile))
+        tls = TlsFiles(certificate=Path(config.ssl_certfile), key=Path(config.ssl_keyfile),
+                       client_ca=None if config.ssl_client_ca is None else Path(config.ssl_client_ca))
     async with contextlib.AsyncExitStack() as stack:
         if listener is not None:
             app = create_app(service, metrics, HttpOptions(
                 api_keys=config.api_key, max_body_bytes=config.max_body_bytes,
                 cors_allow_origins=config.cors_allow_origins,
-                trust_request_chat_template=config.trust_request_chat_template))
+                trust_request_chat_template=config.trust_request_chat_template, chat_page=config.chat_page,
+                access_log=access_log))
             await stack.enter_async_context(_http(HttpServer(
-                app, listener, certfile=tls and tls[0], keyfile=tls and tls[1])))
+                app, listener, tls=tls, idle_seconds=config.idle_seconds, max_connections=config.max_connections)))
             logger.info("HTTP on %s://%s:%d", "https" if tls else "http", *listener.getsockname()[:2])
         if config.grpc_port:
-            await stack.enter_async_context(_grpc(service, config, tls))
+            await stack.enter_async_context(_grpc(service, config, tls, access_log))
         yield
 
 
@@ -102,11 +154,14 @@ async def _http(server: HttpServer) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _grpc(service: Service, config: ServeConfig, tls: tuple[Path, Path] | None) -> AsyncIterator[None]:
-    from jaxserve.serving.grpc.server import TlsFiles, serve
+async def _grpc(service: Service, config: ServeConfig, tls: TlsFiles | None,
+                access_log: AccessLog | None) -> AsyncIterator[None]:
+    from jaxserve.serving.grpc.server import serve
 
-    server = await serve(service, config.host, config.grpc_port, tokens=config.api_key,
-                         tls=None if tls is None else TlsFiles(certificate=tls[0], key=tls[1]))
+    server = await serve(service, config.host, config.grpc_port, tokens=config.api_key, tls=tls,
+                         max_message_bytes=config.grpc_max_message_bytes,
+                         keepalive_seconds=config.grpc_keepalive_seconds, with_reflection=config.grpc_reflection,
+                         with_channelz=config.grpc_channelz, access_log=access_log)
     logger.info("gRPC on %s:%d", config.host, server.port)
     try:
         yield
@@ -115,18 +170,20 @@ async def _grpc(service: Service, config: ServeConfig, tls: tuple[Path, Path] | 
 
 
 @contextlib.contextmanager
-def _signals(queue: asyncio.Queue[str]) -> Any:
+def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
+    """Events for the first signal that asks for an end, and for the next."""
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)
+    first, second = asyncio.Event(), asyncio.Event()
 
     def received(number: signal.Signals) -> None:
-        logger.info("%s: draining", number.name)
-        queue.put_nowait(number.name)
+        logger.info("%s: %s", number.name, "aborting what still runs" if first.is_set() else "draining")
+        (second if first.is_set() else first).set()
 
     for number in numbers:
         loop.add_signal_handler(number, received, number)
     try:
-        yield
+        yield first, second
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,13 +10,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 from prometheus_client.registry import Collector
 
-from jaxserve.config import ResolvedConfig
+from jaxserve.engine.core import StepStats
 from jaxserve.outputs import RequestOutput, StreamEvent
 from jaxserve.serving.service import RequestStream
 
 __all__ = ["CONTENT_TYPE", "ServingMetrics"]
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_STEP_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _COUNTS = (1, 2, 5, 10, 20)
 
@@ -25,9 +25,9 @@ _COUNTS = (1, 2, 5, 10, 20)
 class ServingMetrics:
     """Observes one service (see service.Observer), and adds the engine's own counters when it is read."""
 
-    def __init__(self, model_name: str, config: ResolvedConfig):
+    def __init__(self, model_name: str):
         self._registry = CollectorRegistry()
-        self._engine = _EngineCollector(model_name, config)
+        self._engine = _EngineCollector(model_name)
         self._registry.register(self._engine)
         self._model = model_name
 
@@ -54,6 +54,11 @@ class ServingMetrics:
         self._inference = histogram("vllm:request_inference_time_seconds", "From schedule to the end.", _SECONDS)
         self._prompts = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._generations = histogram("vllm:request_generation_tokens", "Tokens of a completion.", _TOKENS)
+        self._step = histogram("jaxserve:step_seconds", "A turn of the engine: one step launched, one taken in.",
+                               _STEP_SECONDS)
+        self._host = histogram("jaxserve:step_host_seconds", "Of it, what was not spent waiting for the device.",
+                               _STEP_SECONDS)
+        self._iteration_tokens = histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", _TOKENS)
         self._n = histogram("vllm:request_params_n", "Completions asked for.", _COUNTS)
         self._max_tokens = histogram("vllm:request_params_max_tokens", "max_tokens, where given.", _TOKENS)
 
@@ -64,7 +69,12 @@ class ServingMetrics:
 
     # -- service.Observer
 
-    def rejected(self, reason: str) -> None:
+    def step(self, stats: StepStats) -> None:
+        self._step.observe(stats.seconds)
+        self._host.observe(stats.host_seconds)
+        self._iteration_tokens.observe(stats.num_tokens)
+
+    def rejected(self, stream: RequestStream, reason: str) -> None:
         self._rejections.labels(self._model, reason).inc()
 
     def increment(self, stream: RequestStream, event: StreamEvent, at: float) -> None:
@@ -101,11 +111,9 @@ class ServingMetrics:
 class _EngineCollector(Collector):
     """The engine's numbers as metrics. They are counted there already."""
 
-    def __init__(self, model_name: str, config: ResolvedConfig):
+    def __init__(self, model_name: str):
         self.numbers: Mapping[str, Any] = {}
         self._model = model_name
-        self._config = config
-        self._started = time.time()
 
     def describe(self) -> list[Metric]:
         return []  # of unknown value before the engine has told
@@ -130,16 +138,25 @@ class _EngineCollector(Collector):
         yield gauge("vllm:num_requests_waiting", "Sequences in the waiting queue.", numbers["waiting"])
         yield gauge("vllm:kv_cache_usage_perc", "Share of the KV pages that sequences hold (0 to 1).",
                     (pages - free) / pages)
-        yield gauge("vllm:cache_config_info", "The KV pool.", 1, block_size=str(self._config.page_size),
+        yield gauge("vllm:cache_config_info", "The KV pool.", 1, block_size=str(numbers["page_size"]),
                     num_gpu_blocks=str(pages))
         yield counter("vllm:num_preemptions", "Sequences that lost their pages to others.", numbers["preemptions"])
         yield counter("vllm:prefix_cache_queries", "Tokens that the prefix cache was asked for.",
                       numbers["prefix_query_tokens"])
         yield counter("vllm:prefix_cache_hits", "Tokens that it had.", numbers["prefix_hit_tokens"])
-        yield gauge("jaxserve:pages_free", "KV pages that no sequence holds; they may hold cached prefixes.", free)
+        cached = numbers["pages_cached"]
+        states = GaugeMetricFamily("jaxserve:pages", "KV pages: in use, held by the prefix cache alone, or free.",
+                                   labels=["model_name", "state"])
+        for state, value in (("used", pages - free), ("cached", cached), ("free", free - cached)):
+            states.add_metric([self._model, state], value)
+        yield states
         yield counter("jaxserve:prefix_cache_evictions", "Cached pages that were used for something else.",
                       numbers["prefix_evictions"])
         yield counter("jaxserve:steps", "Steps launched.", numbers["steps"])
+        yield counter("jaxserve:step_failures", "Steps that failed; what ran was computed again, or ended.",
+                      numbers["failed_steps"])
+        yield counter("vllm:corrupted_requests", "Requests that ended because of NaN or infinite logits.",
+                      numbers["not_finite"])
         yield counter("jaxserve:token_rows", "Tokens computed.", numbers["token_rows"])
         yield counter("jaxserve:token_rows_padded", "Rows computed, with those that only fill a bucket.",
                       numbers["token_rows_padded"])

@@ -24,11 +24,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from jaxserve.config import ResolvedConfig
+from jaxserve.engine.core import StepStats
 from jaxserve.engine.processor import ProcessedRequest, Prompt
 from jaxserve.errors import EngineClosedError, JaxserveError, QueueFullError, RequestError
 from jaxserve.llm import LLM, Messages
 from jaxserve.outputs import FinishReason, PositionLogprobs, RequestOutput, StreamEvent
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.serving.incoming import CURRENT, Incoming
 from jaxserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TEXT_THREADS = 2
+_RATE_SECONDS = 10.0
 _SNAPSHOT_PATIENCE = 1.0  # seconds; a step that compiles takes longer, and then the last numbers are given
 
 
@@ -73,10 +76,14 @@ class ServiceLimits:
 
 
 class Observer(Protocol):
-    """Watches a service, for metrics. Called in the event loop; must be quick and must not raise."""
+    """Watches a service, for metrics and traces. Called in the event loop, but for `step`; must be quick and must not
+    raise."""
 
-    def rejected(self, reason: str) -> None:
-        """A request was refused: "queue_full", "unavailable", "invalid"."""
+    def step(self, stats: StepStats) -> None:
+        """The engine made a step. Called in its thread."""
+
+    def rejected(self, stream: RequestStream, reason: str) -> None:
+        """A request was refused: "queue_full", "unavailable", "invalid", "deadline"."""
 
     def increment(self, stream: RequestStream, event: StreamEvent, at: float) -> None:
         """The engine made an increment of a completion, at `at` (time.perf_counter). `stream.last_events` holds the
@@ -95,15 +102,25 @@ class RequestStream:
 
     Attributes:
         request_id: the engine's id of it.
+        operation: "chat" or "text_completion".
+        params: as the client gave them.
+        incoming: the call that it is a part of; None without a face.
         processed: the checked request.
         arrival, first_event: time.perf_counter() of these moments; None until it was.
         last_events: the same of each completion's latest tokens.
+        num_tokens: made so far, in all completions.
+        output: at the end, also of one that was aborted.
         abort_cause: "client", "abort", "deadline" or "drain" once aborted.
     """
 
-    def __init__(self, service: Service, request_id: str):
+    def __init__(self, service: Service, request_id: str, operation: str, params: SamplingParams):
         self.request_id = request_id
+        self.operation = operation
+        self.params = params
+        self.incoming: Incoming | None = CURRENT.get()
         self.processed: ProcessedRequest
+        self.num_tokens = 0
+        self.output: RequestOutput | None = None
         self.arrival = time.perf_counter()
         self.first_event: float | None = None
         self.last_events: dict[int, float] = {}
@@ -120,6 +137,11 @@ class RequestStream:
     @property
     def prompt_token_ids(self) -> list[int]:
         return self.processed.prompt_token_ids
+
+    def prompt_text(self) -> str:
+        """The prompt, special tokens included."""
+        tokenizer = self._service.tokenizer
+        return str(self.prompt_token_ids) if tokenizer is None else tokenizer.decode(self.prompt_token_ids, False)
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -190,7 +212,9 @@ class RequestStream:
         if event.token_ids:
             self.first_event = self.first_event or at
             self.last_events[event.index] = at
+            self.num_tokens += len(event.token_ids)
         if event.output is not None:
+            self.output = event.output
             self._let_go = True
             if self._deadline is not None:
                 self._deadline.cancel()
@@ -225,21 +249,44 @@ class _Increment:
                            self._stop_reason, self.output, prompt_logprobs)
 
 
+class _Rate:
+    """Counts a second, over the last `_RATE_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._counts: deque[tuple[float, int]] = deque()  # of tenths of a second, by their beginning
+
+    def add(self, count: int, at: float) -> None:
+        if self._counts and at - self._counts[-1][0] < 0.1:
+            begin, before = self._counts.pop()
+            self._counts.append((begin, before + count))
+        else:
+            self._forget(at)
+            self._counts.append((at, count))
+
+    def value(self, now: float) -> float:
+        self._forget(now)
+        return sum(count for _, count in self._counts) / _RATE_SECONDS
+
+    def _forget(self, now: float) -> None:
+        while self._counts and self._counts[0][0] <= now - _RATE_SECONDS:
+            self._counts.popleft()
+
+
 class Service:
-    """An engine and who may use it now.
+    """An engine and who may use it now. Faces may be opened before there is an engine: what needs one raises
+    UnavailableError until `start`.
 
     Args:
-        llm: the engine; the caller closes it, after `drain`.
         model_name: what clients call the model.
     """
 
-    def __init__(self, llm: LLM, *, model_name: str, limits: ServiceLimits | None = None,
-                 observer: Observer | None = None):
+    def __init__(self, *, model_name: str, limits: ServiceLimits | None = None, observers: Sequence[Observer] = ()):
         self.model_name = model_name
         self.created = int(time.time())
-        self._llm = llm
+        self._engine: LLM | None = None
         self._limits = limits or ServiceLimits()
-        self._observer = observer
+        self._observers = observers
+        self._rate = _Rate()
         self._state = State.STARTING
         self._listeners: list[Callable[[State], None]] = []
         self._loop: asyncio.AbstractEventLoop
@@ -255,15 +302,20 @@ class Service:
 
     # -- life cycle
 
-    async def start(self) -> None:
+    async def start(self, llm: LLM) -> None:
         """Runs what a request runs once, so that no client waits for imports or compilations; then the service
-        is ready. Faces may serve before, and refuse.
+        is ready.
+
+        Args:
+            llm: the engine; the caller closes it, after `drain`.
 
         Raises:
             EngineError: the first token could not be made.
         """
         self._loop = asyncio.get_running_loop()
+        self._engine = llm
         self._llm.on_end(self._engine_ended)
+        self._llm.on_step(self._stepped)
         await self.run_text(self._warm_up)
         self._snapshot = await asyncio.to_thread(self._llm.metrics)
         if self._state is State.STARTING:
@@ -298,6 +350,12 @@ class Service:
         self._text_pool.shutdown(wait=False, cancel_futures=True)
 
     @property
+    def _llm(self) -> LLM:
+        if self._engine is None:
+            raise UnavailableError(f"the service is {self._state.value}")
+        return self._engine
+
+    @property
     def state(self) -> State:
         return self._state
 
@@ -312,6 +370,10 @@ class Service:
             self._state = state
             for listener in self._listeners:
                 listener(state)
+
+    def _stepped(self, stats: StepStats) -> None:  # in the engine's thread
+        for observer in self._observers:
+            observer.step(stats)
 
     def _engine_ended(self, fault: BaseException | None) -> None:  # in the engine's thread
         with contextlib.suppress(RuntimeError):  # the loop has closed: so has the service
@@ -333,13 +395,14 @@ class Service:
             QueueFullError: too much is waiting; try again later.
             UnavailableError, EngineError: the service takes no requests.
         """
-        return await self._start(lambda: self._llm.process(prompt, params), request_id, deadline)
+        return await self._start(lambda: self._llm.process(prompt, params), "text_completion", params, request_id,
+                                 deadline)
 
     async def chat(self, messages: Messages, params: SamplingParams, *, template: Mapping[str, Any] | None = None,
                    request_id: str | None = None, deadline: float | None = None) -> RequestStream:
         """As `generate`, for a conversation. `template`: the options of LLM.chat for rendering it."""
-        return await self._start(lambda: self._llm.process_chat(messages, params, **(template or {})), request_id,
-                                 deadline)
+        return await self._start(lambda: self._llm.process_chat(messages, params, **(template or {})), "chat", params,
+                                 request_id, deadline)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; its stream gets an event with "abort". False if no such request runs."""
@@ -349,12 +412,12 @@ class Service:
         stream._abort("abort")
         return True
 
-    async def _start(self, process: Callable[[], ProcessedRequest], request_id: str | None,
-                     deadline: float | None) -> RequestStream:
-        request_id = request_id or uuid.uuid4().hex
+    async def _start(self, process: Callable[[], ProcessedRequest], operation: str, params: SamplingParams,
+                     request_id: str | None, deadline: float | None) -> RequestStream:
+        request_id = request_id or self._new_id()
+        stream = RequestStream(self, request_id, operation, params)
         try:
             self._check_admission(request_id)
-            stream = RequestStream(self, request_id)
             self._waiting[request_id] = 0
             try:
                 if deadline is None:
@@ -370,13 +433,22 @@ class Service:
                 raise
             await stream._admission()
         except TimeoutError:
+            self._rejected(stream, "deadline")
             raise DeadlineExceededError("the deadline came before the request began") from None
         except JaxserveError as error:
-            if self._observer is not None:
-                self._observer.rejected("invalid" if isinstance(error, RequestError) else
-                                        "queue_full" if isinstance(error, QueueFullError) else "unavailable")
+            self._rejected(stream, "invalid" if isinstance(error, RequestError) else
+                           "queue_full" if isinstance(error, QueueFullError) else "unavailable")
             raise
         return stream
+
+    def _new_id(self) -> str:
+        """Two requests may have the same id in HTTP, and one may be several here."""
+        call, unique = CURRENT.get(), uuid.uuid4().hex
+        return unique if call is None or call.request_id is None else f"{call.request_id}-{unique[:8]}"
+
+    def _rejected(self, stream: RequestStream, reason: str) -> None:
+        for observer in self._observers:
+            observer.rejected(stream, reason)
 
     def _check_state(self) -> None:
         if self._state is not State.READY:
@@ -401,6 +473,8 @@ class Service:
         request_id = stream.request_id
         self._waiting[request_id] = len(stream.prompt_token_ids)
         self._streams[request_id] = stream
+        if stream.incoming is not None:
+            stream.incoming.streams.append(stream)
         self._idle.clear()
         try:
             self._llm.submit(stream.processed, lambda event: self._collect(stream, event), request_id=request_id)
@@ -437,14 +511,16 @@ class Service:
                 continue
             if event.token_ids:
                 self._waiting.pop(stream.request_id, None)
-                if self._observer is not None:
-                    self._observer.increment(stream, event, at)
+                self._rate.add(len(event.token_ids), at)
+                for observer in self._observers:
+                    observer.increment(stream, event, at)
             stream._put(event, at)
             if event.output is not None:
                 self._forget(stream)
                 refused = isinstance(event.output.error, RequestError | QueueFullError)  # `_start` counts it
-                if self._observer is not None and not refused:
-                    self._observer.finished(stream, event.output, at)
+                if not refused:
+                    for observer in self._observers:
+                        observer.finished(stream, event.output, at)
 
     # -- text
 
@@ -502,6 +578,11 @@ class Service:
     def num_waiting_tokens(self) -> int:
         """Their prompt tokens."""
         return sum(self._waiting.values())
+
+    @property
+    def generation_rate(self) -> float:
+        """Tokens a second that the engine has made in the last seconds."""
+        return self._rate.value(time.perf_counter())
 
     @property
     def model_config(self) -> Mapping[str, Any]:

@@ -30,8 +30,8 @@ def llm(make_llm):
 
 def run(llm, test: Callable[[Service], Coroutine[Any, Any, None]], **limits) -> None:
     async def main() -> None:
-        service = Service(llm, model_name="tiny", limits=ServiceLimits(**limits))
-        await service.start()
+        service = Service(model_name="tiny", limits=ServiceLimits(**limits))
+        await service.start(llm)
         await test(service)
         await service.drain(0)
         assert service.num_active == service.num_waiting == service.num_waiting_tokens == 0
@@ -208,12 +208,12 @@ def test_too_many_waiting_tokens(llm):
 def test_states(make_llm):
     async def main():
         with make_llm() as llm:
-            service = Service(llm, model_name="tiny")
+            service = Service(model_name="tiny")
             seen = []
             service.add_listener(seen.append)
             with pytest.raises(UnavailableError, match="starting"):
                 await service.generate("Hello", SHORT)
-            await service.start()
+            await service.start(llm)
             stream = await service.generate("Hello", LONG)
             assert not await service.drain(0)
             with pytest.raises(UnavailableError, match="shut down"):
@@ -235,8 +235,8 @@ def test_states(make_llm):
 def test_an_engine_that_fails_ends_streams_with_its_error(make_llm, monkeypatch):
     async def main():
         with make_llm() as llm:
-            service = Service(llm, model_name="tiny")
-            await service.start()
+            service = Service(model_name="tiny")
+            await service.start(llm)
             stream = await service.generate("Hello", LONG)
             await anext(stream)
 

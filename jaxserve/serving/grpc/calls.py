@@ -15,6 +15,8 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from jaxserve.errors import EngineClosedError, JaxserveError, QueueFullError, RequestError
+from jaxserve.serving.incoming import CURRENT
+from jaxserve.serving.logs import AccessLog
 from jaxserve.serving.service import DeadlineExceededError, DuplicateRequestError, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -35,8 +37,9 @@ class Calls:
         field: where a request's field of this name stands in the protocol's messages.
     """
 
-    def __init__(self, field: Callable[[str], str] = str):
+    def __init__(self, field: Callable[[str], str] = str, access_log: AccessLog | None = None):
         self._field = field
+        self._access_log = access_log
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -46,19 +49,32 @@ class Calls:
         """Wraps the body of a call. What it raises ends the call with a status."""
         self._num_open += 1
         self._idle.clear()
+        code = grpc.StatusCode.OK
         try:
             yield
-        except grpc.aio.AbortError:
+        except asyncio.CancelledError:
+            code = grpc.StatusCode.CANCELLED
             raise
         except Exception as error:
             if not isinstance(error, JaxserveError):
                 logger.exception("a call has failed")
             status = rpc_status.to_status(error_status(error, self._field))
-            await context.abort(status.code, status.details, status.trailing_metadata)
+            code = status.code
+            await context.abort(code, status.details, status.trailing_metadata)
         finally:
             self._num_open -= 1
             if self._num_open == 0:
                 self._idle.set()
+            self._log(context, code)
+
+    def _log(self, context: grpc.aio.ServicerContext, code: grpc.StatusCode) -> None:
+        call = CURRENT.get()
+        if self._access_log is None or call is None:
+            return
+        call.client = context.peer()
+        if call.streams:
+            call.request_id = call.streams[0].request_id
+        self._access_log.log(call, code.name)
 
     async def idle(self) -> None:
         """Waits until no call is open."""

@@ -13,6 +13,7 @@ from jaxserve.errors import RequestError
 from jaxserve.outputs import PositionLogprobs, RequestOutput, StreamEvent
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.serving.grpc.calls import Calls, check_request_id
+from jaxserve.serving.logs import AccessLog
 from jaxserve.serving.protos.v1 import inference_pb2 as pb
 from jaxserve.serving.protos.v1 import inference_pb2_grpc
 from jaxserve.serving.service import RequestStream, Service
@@ -28,9 +29,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Answers over a Service. Responses are written, not yielded: so a cancelled call is interrupted here, where
     its request is ended, and not inside grpc with our generator left to the garbage collector."""
 
-    def __init__(self, service: Service):
+    def __init__(self, service: Service, access_log: AccessLog | None = None):
         self._service = service
-        self.calls = Calls(_field_path)
+        self.calls = Calls(_field_path, access_log)
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         async with self.calls.answer(context):

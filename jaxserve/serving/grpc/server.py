@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,37 +17,27 @@ from jaxserve.errors import ConfigError
 from jaxserve.serving.grpc import inference, vllm_engine
 from jaxserve.serving.grpc.inference import InferenceServicer
 from jaxserve.serving.grpc.vllm_engine import VllmEngineServicer
+from jaxserve.serving.incoming import CURRENT, Incoming
+from jaxserve.serving.listening import bind
+from jaxserve.serving.logs import AccessLog
 from jaxserve.serving.protos.pool import POOL
 from jaxserve.serving.protos.v1 import inference_pb2_grpc
 from jaxserve.serving.protos.vllm import vllm_engine_pb2_grpc
 from jaxserve.serving.service import Service, State
+from jaxserve.serving.tls import TlsFiles, when_renewed
 
 # A prompt of a million ids takes 4 MB, log-probabilities of a long prompt some more. gRPC's own limit of 4 MiB is
 # too small for them, and no limit lets one client take all memory.
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
 MIN_PING_INTERVAL_SECONDS = 5  # clients that ping more often than this are sent away
-KEEPALIVE_SECONDS = 60  # how often a silent connection is asked whether it is still there
+KEEPALIVE_SECONDS = 60.0
 KEEPALIVE_TIMEOUT_SECONDS = 20
+REPLACED_SECONDS = 3600.0  # for which calls go on that began before the certificate was renewed
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
 _SERVICES = (vllm_engine.SERVICE_NAME, inference.SERVICE_NAME)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TlsFiles:
-    """PEM files. They are read again for new connections when they have changed, so certificates can be renewed
-    while the server runs.
-
-    Attributes:
-        certificate: the server's certificate chain.
-        key: its private key.
-        client_ca: certificates that clients' certificates must be signed by. None: clients need none.
-    """
-
-    certificate: Path
-    key: Path
-    client_ca: Path | None = None
+_Servicer = InferenceServicer | VllmEngineServicer
 
 
 class GrpcServer:
@@ -59,18 +47,41 @@ class GrpcServer:
         port: where it listens.
     """
 
-    def __init__(self, server: grpc.aio.Server, port: int, servicers: Sequence[InferenceServicer | VllmEngineServicer],
-                 health_status: _HealthStatus):
-        self.port = port
-        self._server = server
+    def __init__(self, make: Callable[[], tuple[grpc.aio.Server, int]], servicers: Sequence[_Servicer],
+                 health_status: _HealthStatus, tls: TlsFiles | None):
+        self._make = make
         self._servicers = servicers
         self._health_status = health_status
+        self._tls = tls
+        self._server, self.port = make()
+        self._replaced: set[asyncio.Future[None]] = set()
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._server.start()
+        if self._tls is not None:
+            self._renewing = asyncio.ensure_future(when_renewed(self._tls, self._replace))
+
+    async def _replace(self) -> None:
+        """Another server takes over the port, with the certificate as it is now; the calls of the old one go on.
+
+        grpc's own way, dynamic_ssl_server_credentials, frees the old certificate under handshakes that still use it
+        (grpc issue 36693), which ends the process.
+        """
+        old = self._server
+        self._server, _ = self._make()
+        await self._server.start()
+        stopping = asyncio.ensure_future(old.stop(REPLACED_SECONDS))
+        self._replaced.add(stopping)
+        stopping.add_done_callback(self._replaced.discard)
 
     async def stop(self, grace: float = 0.0) -> None:
         """Takes no more calls. Those that run may end within `grace` seconds; then they are cancelled.
 
         Health watches and reflection streams do not end by themselves and are not waited for.
         """
+        if self._renewing is not None:
+            self._renewing.cancel()
         await self._health_status.close()
         stopped = asyncio.ensure_future(self._server.stop(grace))
         idle = asyncio.gather(*(servicer.calls.idle() for servicer in self._servicers))
@@ -81,50 +92,70 @@ class GrpcServer:
 
 
 async def serve(service: Service, host: str, port: int, *, tls: TlsFiles | None = None, tokens: Sequence[str] = (),
-                max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, with_reflection: bool = True) -> GrpcServer:
+                max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, keepalive_seconds: float = KEEPALIVE_SECONDS,
+                with_reflection: bool = True, with_channelz: bool = False,
+                access_log: AccessLog | None = None) -> GrpcServer:
     """Starts a server in the running event loop, the one of the service. It says NOT_SERVING, and refuses
     requests, until the service is ready.
 
     Args:
         port: 0 chooses one; see GrpcServer.port.
+        tls: for new connections the files are read again when they have been renewed.
         tokens: of these, a call must carry one as `authorization: Bearer TOKEN` (health checks need none). Empty:
             everybody may call.
         max_message_bytes: largest message that is taken, and sent; larger ones end with RESOURCE_EXHAUSTED.
+        keepalive_seconds: how often a silent connection is asked whether it is still there.
         with_reflection: tell clients the protocols.
+        with_channelz: serve grpc's own debugging data.
 
     Raises:
-        ConfigError: the address cannot be listened on, or a file of `tls` is of no use.
+        ConfigError: the address cannot be listened on, a file of `tls` is of no use, or grpcio-channelz is missing.
     """
-    interceptors = [_BearerTokens(tokens)] if tokens else []
-    server = grpc.aio.server(interceptors=interceptors, options=[
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.so_reuseport", 0),  # else a second server on the same port takes half of the connections
-        ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
-        # Else clients that ping during a long silent prefill are sent away for "too many pings".
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_SECONDS * 1000),
-    ])
-    inference_servicer, vllm_servicer = InferenceServicer(service), VllmEngineServicer(service)
-    inference_pb2_grpc.add_InferenceServicer_to_server(inference_servicer, server)
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(vllm_servicer, server)
-    health_servicer = health.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    if with_reflection:
-        reflection.enable_server_reflection((*_SERVICES, _HEALTH, _REFLECTION), server, pool=_reflection_pool())
+    _check_free(host, port)
+    if tls is not None:
+        tls.context()  # grpc itself would only write to its log
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        if tls is None:
-            bound = server.add_insecure_port(address)
-        else:
-            bound = server.add_secure_port(address, _credentials(tls))
-    except RuntimeError as error:
-        raise ConfigError(f"gRPC cannot listen on {address}: {error}") from None
+    interceptors: list[grpc.aio.ServerInterceptor] = [_Incoming()]
+    if tokens:
+        interceptors.append(_BearerTokens(tokens))
+    servicers = InferenceServicer(service, access_log), VllmEngineServicer(service, access_log)
+    health_servicer = health.HealthServicer()
+    pool = _reflection_pool() if with_reflection else None
+    channelz = _channelz() if with_channelz else None
+
+    def make() -> tuple[grpc.aio.Server, int]:
+        nonlocal address
+        server = grpc.aio.server(interceptors=interceptors, options=[
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_message_bytes),
+            # For the moment in which a server takes over from one with an old certificate.
+            ("grpc.so_reuseport", 0 if tls is None else 1),
+            ("grpc.keepalive_time_ms", int(keepalive_seconds * 1000)),
+            ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
+            # Else clients that ping during a long silent prefill are sent away for "too many pings".
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_SECONDS * 1000),
+        ])
+        inference_pb2_grpc.add_InferenceServicer_to_server(servicers[0], server)
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicers[1], server)
+        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+        if pool is not None:
+            reflection.enable_server_reflection((*_SERVICES, _HEALTH, _REFLECTION), server, pool=pool)
+        if channelz is not None:
+            channelz.add_channelz_servicer(server)
+        try:
+            bound = (server.add_insecure_port(address) if tls is None else
+                     server.add_secure_port(address, _credentials(tls)))
+        except RuntimeError as error:
+            raise ConfigError(f"gRPC cannot listen on {address}: {error}") from None
+        address = f"{address.rpartition(':')[0]}:{bound}"
+        return server, bound
+
     health_status = _HealthStatus(health_servicer)
+    server = GrpcServer(make, servicers, health_status, tls)
     await health_status.follow(service)
     await server.start()
-    return GrpcServer(server, bound, (inference_servicer, vllm_servicer), health_status)
+    return server
 
 
 class _HealthStatus:
@@ -182,32 +213,41 @@ class _BearerTokens(grpc.aio.ServerInterceptor):
         return scheme.lower() == "bearer" and any(equal)
 
 
-def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
-    def read() -> Any:
-        client_ca = None if tls.client_ca is None else tls.client_ca.read_bytes()
-        return grpc.ssl_server_certificate_configuration([(tls.key.read_bytes(), tls.certificate.read_bytes())],
-                                                         root_certificates=client_ca)
+class _Incoming(grpc.aio.ServerInterceptor):
+    """Makes known whose call it is, for logs and traces."""
 
-    def stamps() -> list[int]:
-        return [path.stat().st_mtime_ns for path in (tls.key, tls.certificate, tls.client_ca) if path is not None]
+    async def intercept_service(self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+                                details: grpc.HandlerCallDetails) -> Any:
+        metadata = dict(details.invocation_metadata)
+        CURRENT.set(Incoming(method=details.method, client="", traceparent=_text(metadata.get("traceparent")),
+                             tracestate=_text(metadata.get("tracestate"))))
+        return await continuation(details)
 
+
+def _text(value: str | bytes | None) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _check_free(host: str, port: int) -> None:
+    """grpc shares a port with another server, so it would not say that it is taken. Raises ConfigError."""
     try:
-        known, first = stamps(), read()
+        bind(host, port).close()
     except OSError as error:
-        raise ConfigError(f"a TLS file cannot be read: {error}") from None
+        raise ConfigError(f"gRPC cannot listen on {host}:{port}: {error}") from None
 
-    def renewed() -> Any:  # in a thread of grpc's, before each handshake
-        nonlocal known
-        try:
-            if (now := stamps()) == known:
-                return None
-            configuration = read()
-        except OSError:  # in the middle of being replaced
-            return None
-        known = now
-        return configuration
 
-    return grpc.dynamic_ssl_server_credentials(first, renewed, require_client_authentication=tls.client_ca is not None)
+def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+    client_ca = None if tls.client_ca is None else tls.client_ca.read_bytes()
+    return grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.certificate.read_bytes())],
+                                       root_certificates=client_ca, require_client_auth=client_ca is not None)
+
+
+def _channelz() -> Any:
+    try:
+        from grpc_channelz.v1 import channelz
+    except ImportError:
+        raise ConfigError("grpc_channelz needs grpcio-channelz: pip install grpcio-channelz") from None
+    return channelz
 
 
 def _reflection_pool() -> DescriptorPool:

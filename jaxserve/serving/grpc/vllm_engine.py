@@ -25,6 +25,7 @@ from jaxserve.errors import RequestError
 from jaxserve.outputs import PositionLogprobs, RequestOutput, StreamEvent
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.serving.grpc.calls import Calls, UnimplementedError, check_request_id
+from jaxserve.serving.logs import AccessLog
 from jaxserve.serving.protos.vllm import common_pb2, vllm_engine_pb2_grpc
 from jaxserve.serving.protos.vllm import vllm_engine_pb2 as pb
 from jaxserve.serving.service import RequestStream, Service, State
@@ -43,12 +44,12 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     Embed, StartProfile, StopProfile and SubscribeKvEvents are inherited: they answer UNIMPLEMENTED.
     """
 
-    def __init__(self, service: Service):
+    def __init__(self, service: Service, access_log: AccessLog | None = None):
         self._service = service
         self._started = time.monotonic()
         self._last_request = 0.0
         self._tokenizer_zip: bytes | None = None
-        self.calls = Calls(_field_path)
+        self.calls = Calls(_field_path, access_log)
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         self._last_request = time.time()
@@ -81,26 +82,30 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest,
                            context: grpc.aio.ServicerContext) -> pb.GetModelInfoResponse:
-        service, tokenizer = self._service, self._service.tokenizer
-        special = {} if tokenizer is None else {
-            role: tokenizer.token_to_id(token) for role, token in tokenizer.special_tokens.items()}
-        return pb.GetModelInfoResponse(
-            model_path=service.model_name, served_model_name=service.model_name, tokenizer_path=service.model_name,
-            is_generation=True, max_context_length=service.config.max_model_len, vocab_size=service.config.vocab_size,
-            model_type=service.model_config.get("model_type", ""),
-            architectures=service.model_config.get("architectures") or (),
-            eos_token_ids=sorted(service.eos_ids), bos_token_id=special.get("bos_token") or 0,
-            pad_token_id=special.get("pad_token") or 0, max_req_input_len=service.config.max_model_len - 1,
-            default_sampling_params_json=json.dumps(service.default_sampling))
+        async with self.calls.answer(context):
+            service, tokenizer = self._service, self._service.tokenizer
+            special = {} if tokenizer is None else {
+                role: tokenizer.token_to_id(token) for role, token in tokenizer.special_tokens.items()}
+            return pb.GetModelInfoResponse(
+                model_path=service.model_name, served_model_name=service.model_name, tokenizer_path=service.model_name,
+                is_generation=True, max_context_length=service.config.max_model_len,
+                vocab_size=service.config.vocab_size, model_type=service.model_config.get("model_type", ""),
+                architectures=service.model_config.get("architectures") or (),
+                eos_token_ids=sorted(service.eos_ids), bos_token_id=special.get("bos_token") or 0,
+                pad_token_id=special.get("pad_token") or 0, max_req_input_len=service.config.max_model_len - 1,
+                default_sampling_params_json=json.dumps(service.default_sampling))
+        raise AssertionError("answer() ends a call that has failed")
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest,
                             context: grpc.aio.ServicerContext) -> pb.GetServerInfoResponse:
-        config = self._service.config
-        return pb.GetServerInfoResponse(
-            active_requests=self._service.num_active, is_paused=self._service.state is not State.READY,
-            last_receive_timestamp=self._last_request, uptime_seconds=time.monotonic() - self._started,
-            server_type="jaxserve-grpc", data_parallel_size=1, kv_cache_dtype="auto", block_size=config.page_size,
-            max_num_seqs=config.max_num_seqs)
+        async with self.calls.answer(context):
+            config = self._service.config
+            return pb.GetServerInfoResponse(
+                active_requests=self._service.num_active, is_paused=self._service.state is not State.READY,
+                last_receive_timestamp=self._last_request, uptime_seconds=time.monotonic() - self._started,
+                server_type="jaxserve-grpc", data_parallel_size=1, kv_cache_dtype="auto", block_size=config.page_size,
+                max_num_seqs=config.max_num_seqs)
+        raise AssertionError("answer() ends a call that has failed")
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
         metrics = await self._service.engine_metrics()  # empty while the service starts
@@ -169,7 +174,7 @@ def scheduler_load(service: Service, metrics: dict[str, Any]) -> pb.SchedulerLoa
         max_total_num_tokens=pages * config.page_size, token_usage=(pages - free) / pages,
         cache_hit_rate=metrics["prefix_hit_tokens"] / queried if queried else 0.0,
         utilization=metrics["running"] / config.max_num_seqs, max_running_requests=config.max_num_seqs,
-        num_waiting_uncached_tokens=service.num_waiting_tokens)
+        num_waiting_uncached_tokens=service.num_waiting_tokens, gen_throughput=service.generation_rate)
 
 
 def tokenizer_zip(tokenizer: Tokenizer) -> bytes:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
+import logging
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.applications import Starlette
@@ -27,34 +28,42 @@ from jaxserve.serving.http.calls import CALLS, Call
 from jaxserve.serving.http.errors import ApiError, api_error
 from jaxserve.serving.http.fields import parse_json
 from jaxserve.serving.http.openapi import document
+from jaxserve.serving.http.page import PATHS as PAGE_PATHS
+from jaxserve.serving.http.page import page_routes
 from jaxserve.serving.http.requests import check_model, detokenize_request, tokenize_request
 from jaxserve.serving.http.streams import ClientGone, EventStream, while_connected
+from jaxserve.serving.incoming import CURRENT, Incoming
+from jaxserve.serving.logs import AccessLog
 from jaxserve.serving.metrics import CONTENT_TYPE, ServingMetrics
 from jaxserve.serving.service import Service, State
 
-OPEN_PATHS = frozenset({"/health", "/ping"})  # need no key
+PROBE_PATHS = frozenset({"/health", "/ping"})
 BODY_TIMEOUT = 60.0  # seconds for a body to arrive
 DISCARD_BYTES = 8 << 20
+_LOGGED_PATH_CHARS = 200
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
-    """See ServeConfig, where they come from."""
+    """See ServeConfig, where they come from. `access_log`: None for none."""
 
-    api_keys: Sequence[str] = ()
+    api_keys: Sequence[str] = field(default=(), repr=False)
     max_body_bytes: int = 16 << 20
     cors_allow_origins: Sequence[str] = ()
     trust_request_chat_template: bool = False
+    chat_page: bool = True
+    access_log: AccessLog | None = None
 
 
 def create_app(service: Service, metrics: ServingMetrics, options: HttpOptions | None = None) -> ASGIApp:
-    """The application of one service. `metrics` must be the service's observer."""
+    """The application of one service. `metrics` must be one of the service's observers."""
     options = options or HttpOptions()
     endpoints = Endpoints(service, metrics, options)
     errors: Any = dict.fromkeys((ApiError, HTTPException, JaxserveError, ClientGone, Exception), _answer_error)
-    app: ASGIApp = Starlette(routes=endpoints.routes(), exception_handlers=errors)
-    app = _Gate(app, options.api_keys)
+    page = page_routes() if options.chat_page else []
+    app: ASGIApp = Starlette(routes=endpoints.routes() + page, exception_handlers=errors)
+    app = _Gate(app, options)
     if options.cors_allow_origins:
         app = CORSMiddleware(app, allow_origins=list(options.cors_allow_origins), allow_methods=["GET", "POST"],
                              allow_headers=["*"], expose_headers=["X-Request-Id"])
@@ -62,11 +71,13 @@ def create_app(service: Service, metrics: ServingMetrics, options: HttpOptions |
 
 
 class _Gate:
-    """Checks the key, and gives each request an id, which the answer carries."""
+    """Checks the key, gives each request an id, which the answer carries, and logs it."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]):
+    def __init__(self, app: ASGIApp, options: HttpOptions):
         self._app = app
-        self._keys = [key.encode() for key in api_keys]
+        self._keys = [key.encode() for key in options.api_keys]
+        self._open_paths = PROBE_PATHS | (PAGE_PATHS if options.chat_page else frozenset())
+        self._access_log = options.access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,24 +88,44 @@ class _Gate:
         if not _REQUEST_ID.fullmatch(request_id):  # a missing one too: what clients send is not repeated unseen
             request_id = uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
+        call = _incoming(scope, headers, request_id)
+        CURRENT.set(call)
+        status = 499  # the client has left before there was one
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 message = {**message, "headers": [*message.get("headers", ()),
                                                   (b"x-request-id", request_id.encode())]}
             await send(message)
 
         app = self._app
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._known(headers.get(b"authorization", b"")):
+        if self._keys and scope["path"] not in self._open_paths and not self._known(headers.get(b"authorization", b"")):
             app = _error_response(ApiError(401, "give a valid API key: Authorization: Bearer KEY", param=None,
                                            code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}))
-        await app(scope, receive, send_with_id)
+        try:
+            await app(scope, receive, send_with_id)
+        finally:
+            if self._access_log is not None:
+                polled = scope["path"] in PROBE_PATHS or scope["path"] == "/metrics"
+                self._access_log.log(call, status, level=logging.DEBUG if polled else logging.INFO)
 
     def _known(self, authorization: bytes) -> bool:
         scheme, _, given = authorization.partition(b" ")
         # All keys are compared, each in constant time.
         matches = [hmac.compare_digest(key, given.strip()) for key in self._keys]
         return scheme.lower() == b"bearer" and any(matches)
+
+
+def _incoming(scope: Scope, headers: dict[bytes, bytes], request_id: str) -> Incoming:
+    def header(name: bytes) -> str | None:
+        return headers[name].decode("latin-1") if name in headers else None
+
+    # As it was sent, so that nothing in it is a line break; without the query, which may hold secrets.
+    path = scope["raw_path"][:_LOGGED_PATH_CHARS].decode("latin-1")
+    return Incoming(method=f"{scope['method']} {path}", client=":".join(map(str, scope["client"] or ())),
+                    request_id=request_id, traceparent=header(b"traceparent"), tracestate=header(b"tracestate"))
 
 
 class Endpoints:

@@ -1,16 +1,22 @@
-"""Runs the application with uvicorn, inside an event loop that is not uvicorn's."""
+"""Runs the application with uvicorn, inside an event loop that is not uvicorn's, and bounds what connections cost."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import socket
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-KEEP_ALIVE = 75.0  # seconds; longer than the 60 s that load balancers keep idle connections for
+from jaxserve.serving.tls import TlsFiles, when_renewed
+
+IDLE_SECONDS = 75.0
+MAX_CONNECTIONS = 4096
 
 
 class HttpServer:
@@ -18,26 +24,45 @@ class HttpServer:
 
     Args:
         listener: bound; it is closed in the end.
-        certfile, keyfile: for TLS.
+        tls: its certificate is read again when it has been renewed.
+        idle_seconds: a connection without a request, or in the middle of a request's head, is closed after so long.
+        max_connections: more are closed at once.
+
+    Raises:
+        ConfigError: a file of `tls` is of no use.
     """
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, *, certfile: Path | None = None,
-                 keyfile: Path | None = None):
+    def __init__(self, app: ASGIApp, listener: socket.socket, *, tls: TlsFiles | None = None,
+                 idle_seconds: float = IDLE_SECONDS, max_connections: int = MAX_CONNECTIONS):
+        protocol: Any = functools.partial(_Protocol, idle_seconds=idle_seconds, max_connections=max_connections)
+        self._tls = tls
+        self._context = context = None if tls is None else tls.context()
         config = uvicorn.Config(
-            app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-            timeout_keep_alive=int(KEEP_ALIVE), timeout_graceful_shutdown=5, ssl_certfile=certfile, ssl_keyfile=keyfile)
+            app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+            timeout_graceful_shutdown=5,
+            ssl_context_factory=None if context is None else lambda *_: context)
         self._server = _Server(config)
         self._listener = listener
 
     async def run(self) -> None:
         """Serves until `stop`, and then until open answers are complete."""
+        renewing = asyncio.ensure_future(self._renewing())
         try:
             await self._server.serve([self._listener])
         finally:
+            renewing.cancel()
             self._listener.close()
 
     def stop(self) -> None:
         self._server.should_exit = True
+
+    async def _renewing(self) -> None:
+        tls, context = self._tls, self._context
+        if tls is not None and context is not None:
+            async def use() -> None:
+                tls.load_into(context)
+
+            await when_renewed(tls, use)
 
 
 class _Server(uvicorn.Server):
@@ -47,14 +72,41 @@ class _Server(uvicorn.Server):
         yield
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound but does not listen yet, so that probes are refused and do not hang. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except OSError:
-        listener.close()
-        raise
-    return listener
+class _Protocol(H11Protocol):
+    """uvicorn's protocol has a timeout between two requests, but none before the first nor within a request's head."""
+
+    def __init__(self, *args: Any, idle_seconds: float, max_connections: int, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._idle_seconds = idle_seconds
+        self._max_connections = max_connections
+        self._idle_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._max_connections:
+            transport.abort()
+        else:
+            self._begin_idling()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_idling()
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._end_idling()
+
+    def on_response_complete(self) -> None:
+        self._begin_idling()
+        super().on_response_complete()  # may begin with a request that came meanwhile
+        self._unset_keepalive_if_required()  # ours goes on while a head comes in bit by bit
+
+    def _begin_idling(self) -> None:
+        self._end_idling()
+        self._idle_timer = self.loop.call_later(self._idle_seconds, self.transport.close)
+
+    def _end_idling(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None

@@ -61,12 +61,12 @@ class Running:
 @contextlib.contextmanager
 def running(loop: Loop, llm: LLM, *, limits: ServiceLimits | None = None, started: bool = True,
             **options: Any) -> Iterator[Running]:
-    """`started=False`: the service stays in its starting state."""
+    """`started=False`: the service has no engine yet; `service.start(llm)` gives it one."""
 
     async def open_server() -> tuple[Service, GrpcServer]:
-        service = Service(llm, model_name="tiny", limits=limits)
+        service = Service(model_name="tiny", limits=limits)
         if started:
-            await service.start()
+            await service.start(llm)
         return service, await serve(service, "127.0.0.1", 0, **options)
 
     service, server = loop.run(open_server())

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import concurrent.futures
-import datetime
-import ipaddress
-from pathlib import Path
 
 import grpc
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from google.protobuf import descriptor_pool, message_factory
 from google.rpc import error_details_pb2
+from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+import jaxserve.serving.tls
 from jaxserve import ConfigError
 from jaxserve.client import Client, ClientTls, ServerError
-from jaxserve.serving.grpc.server import TlsFiles, serve
+from jaxserve.serving.grpc.server import serve
 from jaxserve.serving.protos.v1 import inference_pb2 as pb
 from jaxserve.serving.protos.v1 import inference_pb2_grpc
-from tests.serving.grpc.harness import PATIENCE, running
+from jaxserve.serving.tls import TlsFiles
+from tests.serving.certificates import Authority
+from tests.serving.grpc.harness import PATIENCE, running, wait_until
 from tests.serving.grpc.test_inference import LONG, details, failure, violation
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -44,7 +42,7 @@ def test_health_is_watched_from_start_to_end(loop, llm):
         error = failure(lambda: stub.Generate(pb.GenerateRequest(text="a")))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert details(error, error_details_pb2.RetryInfo)
-        server.run(server.service.start())
+        server.run(server.service.start(llm))
         assert next(watch).status == SERVING
         call = stub.Generate(pb.GenerateRequest(text="a", sampling=LONG))
         first = next(call)
@@ -150,39 +148,6 @@ def test_stopping_at_once_ends_requests(loop, llm):
         server.assert_idle()
 
 
-class Authority:
-    """Signs certificates for 127.0.0.1."""
-
-    def __init__(self, directory: Path):
-        directory.mkdir()
-        self._directory = directory
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, directory.name)])
-        self.certificate = directory / "ca.pem"
-        self._write(self.certificate, self._name, self._key.public_key(), True)
-
-    def sign(self, name: str) -> tuple[Path, Path]:
-        """Files of a certificate and its key."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        certificate_file, key_file = self._directory / f"{name}.pem", self._directory / f"{name}.key"
-        self._write(certificate_file, x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]),
-                    key.public_key(), False)
-        key_file.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
-                                               serialization.NoEncryption()))
-        return certificate_file, key_file
-
-    def _write(self, path, subject, public_key, ca: bool) -> None:
-        now = datetime.datetime.now(datetime.UTC)
-        certificate = (
-            x509.CertificateBuilder().subject_name(subject).issuer_name(self._name).public_key(public_key)
-            .serial_number(x509.random_serial_number()).not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
-            .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
-                           critical=False).sign(self._key, hashes.SHA256()))
-        path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-
-
 def ask(target: str, tls: ClientTls | None) -> None:
     with Client(target, tls=tls, timeout=PATIENCE) as client:
         assert client.tokenize("a") == [97]
@@ -196,16 +161,44 @@ def refused(target: str, tls: ClientTls | None) -> bool:
     return False
 
 
-def test_tls_and_its_renewal(loop, llm, tmp_path):
+def test_tls_and_its_renewal(loop, llm, tmp_path, monkeypatch):
+    monkeypatch.setattr(jaxserve.serving.tls, "RENEWAL_SECONDS", 0.01)
     old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
     certificate, key = old.sign("server")
     with running(loop, llm, tls=TlsFiles(certificate=certificate, key=key)) as server:
         ask(server.target, ClientTls(ca=old.certificate))
         assert refused(server.target, ClientTls(ca=new.certificate))
         assert refused(server.target, None)
-        for target, source in zip((certificate, key), new.sign("server")):
-            source.replace(target)
-        ask(server.target, ClientTls(ca=new.certificate))
+        with Client(server.target, tls=ClientTls(ca=old.certificate), timeout=PATIENCE) as client:
+            events = client.stream("a", max_tokens=500, ignore_eos=True)
+            next(events)
+            new_certificate, new_key = new.sign("server")
+            new_certificate.replace(certificate)  # for a moment the two do not fit together
+            ask(server.target, ClientTls(ca=old.certificate))
+            new_key.replace(key)
+            wait_until(lambda: not refused(server.target, ClientTls(ca=new.certificate)))
+            assert sum(len(event.token_ids) for event in events) > 400, "what runs may end"
+        assert refused(server.target, ClientTls(ca=old.certificate))
+
+
+@pytest.mark.slow
+def test_renewing_all_the_time(loop, llm, tmp_path, monkeypatch):
+    """Handshakes and calls while the certificate changes under them; grpc's own renewal crashes here, now and then."""
+    monkeypatch.setattr(jaxserve.serving.tls, "RENEWAL_SECONDS", 0.01)
+    authority = Authority(tmp_path / "known")
+    certificate, key = authority.sign("server")
+    tls = ClientTls(ca=authority.certificate)
+    with running(loop, llm, tls=TlsFiles(certificate=certificate, key=key)) as server:
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            asking = [pool.submit(lambda: [ask(server.target, tls) for _ in range(100)]) for _ in range(4)]
+            number = 0
+            while not all(task.done() for task in asking):
+                number += 1
+                for target, source in zip((certificate, key), authority.sign(f"renewed-{number}")):
+                    source.replace(target)
+            for task in asking:
+                task.result()
+        assert number > 10
 
 
 def test_mutual_tls(loop, llm, tmp_path):
@@ -223,3 +216,14 @@ def test_mutual_tls(loop, llm, tmp_path):
 def test_tls_files_that_are_missing(server, loop, tmp_path):
     with pytest.raises(ConfigError, match="TLS file"):
         loop.run(serve(server.service, "127.0.0.1", 0, tls=TlsFiles(certificate=tmp_path / "no", key=tmp_path / "no")))
+
+
+def test_channelz_is_there_when_asked_for(loop, llm, server):
+    def servers(target: str) -> int:
+        with grpc.insecure_channel(target) as channel:
+            stub = channelz_pb2_grpc.ChannelzStub(channel)
+            return len(stub.GetServers(channelz_pb2.GetServersRequest()).server)
+
+    with running(loop, llm, with_channelz=True) as debugged:
+        assert servers(debugged.target) >= 1
+    assert failure(lambda: [servers(server.target)]).code() is grpc.StatusCode.UNIMPLEMENTED

@@ -14,9 +14,11 @@ import pytest
 
 from jaxserve import LLM
 from jaxserve.serving.http.app import HttpOptions, create_app
-from jaxserve.serving.http.server import HttpServer, bind
+from jaxserve.serving.http.server import IDLE_SECONDS, MAX_CONNECTIONS, HttpServer
+from jaxserve.serving.listening import bind
 from jaxserve.serving.metrics import ServingMetrics
 from jaxserve.serving.service import Service, ServiceLimits
+from jaxserve.serving.tls import TlsFiles
 from tests.llm import tiny
 
 TIMEOUT = 300  # the machine may stand still for a while
@@ -30,25 +32,27 @@ class Server:
         loop: the event loop of the service; touch the service only there, through `call`.
     """
 
-    def __init__(self, llm: LLM, options: HttpOptions, limits: ServiceLimits):
+    def __init__(self, llm: LLM, options: HttpOptions, limits: ServiceLimits, **connections):
         self.llm = llm
         self._stop: asyncio.Event
         started: Future[None] = Future()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(options, limits, started)))
+        self._thread = threading.Thread(target=lambda: asyncio.run(
+            self._main(options, limits, connections, started)))
         self._thread.start()
         started.result(TIMEOUT)
 
-    async def _main(self, options: HttpOptions, limits: ServiceLimits, started: Future[None]) -> None:
+    async def _main(self, options: HttpOptions, limits: ServiceLimits, connections: dict,
+                    started: Future[None]) -> None:
         try:
             self.loop = asyncio.get_running_loop()
             self._stop = asyncio.Event()
-            metrics = ServingMetrics("tiny", self.llm.config)
-            self.service = Service(self.llm, model_name="tiny", limits=limits, observer=metrics)
-            await self.service.start()
+            metrics = ServingMetrics("tiny")
+            self.service = Service(model_name="tiny", limits=limits, observers=(metrics,))
+            await self.service.start(self.llm)
             listener = bind("127.0.0.1", 0)
             self.port = listener.getsockname()[1]
             self.url = f"http://127.0.0.1:{self.port}"
-            server = HttpServer(create_app(self.service, metrics, options), listener)
+            server = HttpServer(create_app(self.service, metrics, options), listener, **connections)
             running = asyncio.ensure_future(server.run())
             listener.listen()  # connections wait here until uvicorn takes over
             started.set_result(None)
@@ -78,8 +82,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(llm: LLM, limits: ServiceLimits | None = None, **options) -> Iterator[Server]:
-    server = Server(llm, HttpOptions(**options), limits or ServiceLimits())
+def serving(llm: LLM, limits: ServiceLimits | None = None, *, tls: TlsFiles | None = None,
+            idle_seconds: float = IDLE_SECONDS, max_connections: int = MAX_CONNECTIONS,
+            **options) -> Iterator[Server]:
+    """`options`: HttpOptions."""
+    server = Server(llm, HttpOptions(**options), limits or ServiceLimits(), tls=tls, idle_seconds=idle_seconds,
+                    max_connections=max_connections)
     try:
         yield server
     finally:

@@ -13,16 +13,20 @@ import sys
 import threading
 from pathlib import Path
 
+import grpc
 import httpx2 as httpx
 import openai
 import pytest
 from click.testing import CliRunner
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.numpy import save_file
 
 from jaxserve.cli.main import main
+from jaxserve.client import Client, ServerError
 from jaxserve.serving import lifecycle
 from jaxserve.serving.config import ServeConfig
-from jaxserve.serving.http.server import bind
+from jaxserve.serving.lifecycle import Loader
+from jaxserve.serving.listening import bind
 from tests.llm import tiny
 from tests.serving.http.conftest import TIMEOUT
 
@@ -34,7 +38,7 @@ ROOT = Path(__file__).parents[3]
 
 def serve(*args) -> tuple[int, str]:
     result = CliRunner().invoke(main, ["serve", "/no/such/model", *map(str, args)])
-    return result.exit_code, " ".join(result.output.split())
+    return result.exit_code, " ".join((result.output + result.stderr).split())
 
 
 @pytest.mark.parametrize(("args", "message"), [
@@ -84,15 +88,23 @@ def test_a_config_file_and_options_that_count_more(tmp_path, monkeypatch):
 # -- life
 
 
-def run_and(llm, act, **options) -> int:
-    """Serves in this thread while `act(client)` runs in another one; returns the exit code."""
+def run_and(llm, act, before=None, **options) -> int:
+    """Serves in this thread while `act(client)` runs in another one; returns the exit code. `before(client)` runs
+    before the engine is there."""
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    failures = []
+    failures, loaded = [], threading.Event()
+
+    def load():
+        assert loaded.wait(TIMEOUT)
+        return llm
 
     def actor() -> None:
         try:
             with httpx.Client(base_url=url, timeout=TIMEOUT, transport=httpx.HTTPTransport(retries=1000)) as http:
+                if before is not None:
+                    before(http)
+                loaded.set()
                 while http.get("/health").status_code != 200:
                     pass
                 act(http)
@@ -102,8 +114,8 @@ def run_and(llm, act, **options) -> int:
 
     thread = threading.Thread(target=actor)
     thread.start()
-    config = ServeConfig(port=1, grpc_port=0, **options)
-    code = asyncio.run(lifecycle.run(llm, "tiny", config, listener))
+    config = ServeConfig(**({"port": 1, "grpc_port": 0} | options))
+    code = asyncio.run(lifecycle.run(Loader(load), "tiny", config, listener))
     thread.join(TIMEOUT)
     assert not failures, failures
     return code
@@ -120,6 +132,74 @@ def stream_and(http, max_tokens: int, act) -> str:
 
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_ports_are_open_while_the_model_is_loaded(make_llm):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        grpc_port = free.getsockname()[1]
+
+    def before(http):
+        health = http.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "starting"})
+        for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/completions", {"prompt": ["a"], "stream": True}),
+                           ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+                           ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
+            answer = http.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable"), answer.text
+            assert int(answer.headers["retry-after"]) >= 1
+        assert http.get("/v1/models").status_code == 503
+        for path in ("/metrics", "/load", "/version"):
+            assert http.get(path).status_code == 200
+        assert grpc_health() == "NOT_SERVING"
+        with Client(f"127.0.0.1:{grpc_port}") as client, pytest.raises(ServerError) as caught:
+            client.tokenize("a")
+        assert caught.value.code == "UNAVAILABLE" and "starting" in str(caught.value)
+
+    def act(http):
+        while grpc_health() != "SERVING":
+            pass
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        terminate()
+
+    def grpc_health() -> str:
+        with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+    with make_llm() as llm:
+        assert run_and(llm, act, before, grpc_port=grpc_port) == 0
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code, output = serve("--port", port, "--grpc-port", 0)
+    assert code == 2 and "/no/such/model does not exist" in output
+
+
+def test_sigterm_while_the_model_is_loaded_ends_the_process_at_once():
+    """Loading cannot be interrupted, and is not waited for."""
+    program = """
+import threading
+from jaxserve.serving import lifecycle
+from jaxserve.serving.config import ServeConfig
+
+def never(model, **options):
+    print("loading", flush=True)
+    threading.Event().wait()
+
+lifecycle.LLM = never
+raise SystemExit(lifecycle.serve("tiny", {}, ServeConfig(port=0, grpc_port=%d)))
+"""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with subprocess.Popen([sys.executable, "-c", program % port], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "loading\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(TIMEOUT) == 0
+        finally:
+            process.kill()
 
 
 def test_sigterm_lets_streams_end(make_llm):

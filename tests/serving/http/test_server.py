@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 
 import httpx2 as httpx
 import openai
@@ -11,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import jaxserve
 from jaxserve.serving.service import ServiceLimits
-from tests.serving.http.conftest import serving
+from tests.serving.http.conftest import TIMEOUT, serving
 
 COMPLETION = {"prompt": "Hello", "max_tokens": 1}
 
@@ -79,7 +81,7 @@ def test_metrics(http):
         assert gained(f"vllm:{name}_count") == 2
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
     assert after["vllm:kv_cache_usage_perc"] == 0 and after["vllm:cache_config_info"] == 1
-    assert after["jaxserve:pages_free"] == 27
+    assert after["jaxserve:pages"] == 27, "of all states together"
     assert after["jaxserve:token_rows_padded_total"] >= after["jaxserve:token_rows_total"] > 0
 
 
@@ -184,6 +186,39 @@ def test_sockets_that_say_nothing_disturb_nobody(server, http):
     for connection in silent + half:
         connection.close()
     assert http.get("/load").json()["server_load"] == 0
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nHo"])
+def test_connections_without_a_request_are_closed(server, said):
+    with serving(server.llm, idle_seconds=0.1) as small:
+        with socket.create_connection(("127.0.0.1", small.port), TIMEOUT) as connection:
+            connection.sendall(said)
+            assert connection.recv(1) == b""
+        with socket.create_connection(("127.0.0.1", small.port), TIMEOUT) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + said)  # and after one, likewise
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))
+        assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b'{"status":"ready"}')
+
+
+def test_an_answer_may_take_longer_than_an_idle_connection(server, monkeypatch):
+    with serving(server.llm, idle_seconds=0.05) as small, small.http() as http:
+        step = server.llm._core.step
+        monkeypatch.setattr(server.llm._core, "step", lambda: (threading.Event().wait(0.02), step()))
+        answer = http.post("/v1/completions", json=COMPLETION | {"max_tokens": 20, "ignore_eos": True})
+        assert answer.json()["usage"]["completion_tokens"] == 20
+
+
+def test_the_number_of_connections_is_bounded(server):
+    with serving(server.llm, max_connections=2) as small:
+        address = ("127.0.0.1", small.port)
+        with socket.create_connection(address, TIMEOUT), socket.create_connection(address, TIMEOUT) as second:
+            second.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert second.recv(8) == b"HTTP/1.1"
+            with socket.create_connection(address, TIMEOUT) as third:
+                with contextlib.suppress(ConnectionResetError):
+                    assert third.recv(1) == b""
+            second.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert second.recv(8)
 
 
 # -- too much at once

@@ -1,0 +1,84 @@
+"""HTTPS: certificates, clients with and without theirs, and renewal."""
+
+from __future__ import annotations
+
+import ssl
+
+import httpx2 as httpx
+import openai
+import pytest
+from cryptography.hazmat.primitives import serialization
+
+import jaxserve.serving.tls
+from jaxserve import ConfigError
+from jaxserve.serving.config import ServeConfig
+from jaxserve.serving.tls import TlsFiles
+from tests.serving.certificates import Authority
+from tests.serving.http.conftest import TIMEOUT, Server, serving
+
+
+def trusting(authority: Authority, certificate: tuple | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=authority.certificate)
+    if certificate is not None:
+        context.load_cert_chain(*certificate)
+    return context
+
+
+def ready(server: Server, context: ssl.SSLContext) -> bool:
+    """On a connection of its own."""
+    with httpx.Client(verify=context, timeout=TIMEOUT) as client:
+        return client.get(f"https://127.0.0.1:{server.port}/health").status_code == 200
+
+
+def test_https_and_its_renewal(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(jaxserve.serving.tls, "RENEWAL_SECONDS", 0.01)
+    old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
+    certificate, key = old.sign("server")
+    with serving(server.llm, tls=TlsFiles(certificate=certificate, key=key)) as secure:
+        with httpx.Client(verify=trusting(old), timeout=TIMEOUT) as http:
+            client = openai.OpenAI(base_url=f"https://127.0.0.1:{secure.port}/v1", api_key="none", http_client=http)
+            chunks = client.completions.create(model="tiny", prompt="a", max_tokens=5, stream=True)
+            assert [chunk.choices[0].finish_reason for chunk in chunks][-1]
+            health = f"https://127.0.0.1:{secure.port}/health"
+            assert http.get(health).status_code == 200
+            with pytest.raises(httpx.ConnectError):
+                ready(secure, trusting(new))
+            with pytest.raises(httpx.TransportError):
+                httpx.get(f"http://127.0.0.1:{secure.port}/health", timeout=TIMEOUT)
+            for target, source in zip((certificate, key), new.sign("server")):
+                source.replace(target)
+            while True:
+                try:
+                    assert ready(secure, trusting(new))
+                    break
+                except httpx.ConnectError:
+                    pass
+            assert http.get(health).status_code == 200, "connections that are open stay open"
+            with pytest.raises(httpx.ConnectError):
+                ready(secure, trusting(old))
+
+
+def test_clients_need_a_certificate(server, tmp_path):
+    known, stranger = Authority(tmp_path / "known"), Authority(tmp_path / "stranger")
+    certificate, key = known.sign("server")
+    with serving(server.llm, tls=TlsFiles(certificate=certificate, key=key, client_ca=known.certificate)) as secure:
+        assert ready(secure, trusting(known, known.sign("client")))
+        for own in (None, stranger.sign("client")):
+            with pytest.raises(httpx.TransportError):  # TLS 1.3: the refusal comes when the client reads
+                ready(secure, trusting(known, own))
+
+
+def test_files_that_are_of_no_use(tmp_path):
+    authority, other = Authority(tmp_path / "a"), Authority(tmp_path / "b")
+    certificate, key = authority.sign("server")
+    locked = tmp_path / "locked.key"
+    locked.write_bytes(serialization.load_pem_private_key(key.read_bytes(), None).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"word")))
+    for files in (TlsFiles(certificate=certificate, key=other.sign("server")[1]),
+                  TlsFiles(certificate=key, key=key), TlsFiles(certificate=certificate, key=locked),
+                  TlsFiles(certificate=certificate, key=key, client_ca=key),
+                  TlsFiles(certificate=tmp_path / "none", key=key)):
+        with pytest.raises(ConfigError, match="a TLS file is of no use"):
+            files.context()
+    with pytest.raises(ConfigError, match="ssl_client_ca needs"):
+        ServeConfig(ssl_client_ca=str(certificate))
