@@ -107,8 +107,10 @@ class ServerProcess:
         assert numbers["jaxserve:pages_free"] == pages
 
     def memory(self) -> int:
-        """Resident bytes."""
-        return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * 4096
+        """Bytes that it has written to: in memory, or where the system has moved what lay idle."""
+        lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "VmSwap"))
 
     def num_files(self) -> int:
         return len(list(Path(f"/proc/{self._process.pid}/fd").iterdir()))
