@@ -22,7 +22,6 @@ from jaxserve.serving.http.requests import (
     tokenize_request,
 )
 from jaxserve.serving.http.responses_request import RESPONSES, responses_request
-from jaxserve.serving.metrics import ServingMetrics
 from tests.serving.http.conftest import TIMEOUT
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -56,7 +55,7 @@ def test_the_document_is_valid_and_served(http):
 
 
 def test_every_route_is_described(server):
-    endpoints = Endpoints(server.service, ServingMetrics("tiny"), HttpOptions())
+    endpoints = Endpoints(server.service, None, HttpOptions())
     routes = {(method.lower(), route.path.replace(":path}", "}")) for route in endpoints.routes()
               for method in route.methods - {"HEAD"}}
     assert routes == {(operation.method, operation.path) for operation in OPERATIONS}
