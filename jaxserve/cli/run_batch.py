@@ -68,9 +68,9 @@ def _answer(tasks: list[Task], write: Callable[[bytes], Any], model: str, model_
     from jaxserve.serving.service import Service
 
     async def main() -> BatchRun:
-        service = Service(llm, model_name=model_name, limits=LIMITS)
+        service = Service(model_name=model_name, limits=LIMITS)
         try:
-            await service.start()
+            await service.start(llm)
             with progress_bar(len(tasks), sys.stderr.isatty()) as bar:
                 def write_line(line: bytes) -> None:
                     write(line)

@@ -31,8 +31,8 @@ def answers(llm, lines) -> tuple[dict, BatchRun]:
     written: list[bytes] = []
 
     async def main() -> BatchRun:
-        service = Service(llm, model_name="tiny", limits=LIMITS)
-        await service.start()
+        service = Service(model_name="tiny", limits=LIMITS)
+        await service.start(llm)
         batch = BatchRun(service, written.append)
         await batch.run(read_tasks(lines))
         assert service.num_active == 0
