@@ -144,6 +144,15 @@ inline void ProductTile(const float* a, int64_t lda, const B* b, int64_t ldb, fl
   }
 }
 
+// Calls tile with the tallest of these heights that fits, until no row is left; tile moves `i` on.
+template <int... Heights, typename Tile>
+void ForTiles(int64_t rows, int64_t& i, const Tile& tile) {
+  auto while_fits = [&](auto height) {
+    while (rows - i >= decltype(height)::value) tile(height);
+  };
+  (while_fits(std::integral_constant<int, Heights>{}), ...);
+}
+
 template <int C, typename B>
 void ProductColumns(const float* a, int64_t lda, const B* b, int64_t ldb, float* c, int64_t ldc, int64_t rows,
                     int64_t depth, const float* keep, const B* ahead) {
@@ -154,9 +163,7 @@ void ProductColumns(const float* a, int64_t lda, const B* b, int64_t ldb, float*
                       i == 0 ? ahead : nullptr);
     i += R;
   };
-  while (rows - i >= kTileRows) tile(std::integral_constant<int, kTileRows>{});
-  if (rows - i >= 3) tile(std::integral_constant<int, 3>{});
-  while (rows - i >= 1) tile(std::integral_constant<int, 1>{});
+  ForTiles<kTileRows, 3, 2, 1>(rows, i, tile);
 }
 
 // c[rows, columns] = c * keep[rows] + a[rows, depth] b[depth, columns].
