@@ -150,6 +150,7 @@ class _EngineCollector(Collector):
         for state, value in (("used", pages - free), ("cached", cached), ("free", free - cached)):
             states.add_metric([self._model, state], value)
         yield states
+        yield gauge("jaxserve:pages_free", "KV pages that no sequence holds, with those of the prefix cache.", free)
         yield counter("jaxserve:prefix_cache_evictions", "Cached pages that were used for something else.",
                       numbers["prefix_evictions"])
         yield counter("jaxserve:steps", "Steps launched.", numbers["steps"])

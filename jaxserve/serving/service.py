@@ -249,8 +249,8 @@ class _Increment:
                            self._stop_reason, self.output, prompt_logprobs)
 
 
-class _Rate:
-    """Counts a second, over the last `_RATE_SECONDS`."""
+class Rate:
+    """Counts a second, over the last ten seconds."""
 
     def __init__(self) -> None:
         self._counts: deque[tuple[float, int]] = deque()  # of tenths of a second, by their beginning
@@ -286,7 +286,7 @@ class Service:
         self._engine: LLM | None = None
         self._limits = limits or ServiceLimits()
         self._observers = observers
-        self._rate = _Rate()
+        self._rate = Rate()
         self._state = State.STARTING
         self._listeners: list[Callable[[State], None]] = []
         self._loop: asyncio.AbstractEventLoop

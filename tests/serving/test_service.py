@@ -12,6 +12,7 @@ from jaxserve import EngineClosedError, QueueFullError, RequestError, SamplingPa
 from jaxserve.serving.service import (
     DeadlineExceededError,
     DuplicateRequestError,
+    Rate,
     Service,
     ServiceLimits,
     State,
@@ -200,6 +201,18 @@ def test_too_many_waiting_tokens(llm):
             await read(stream)
 
     run(llm, test, max_waiting_tokens=60)
+
+
+def test_the_rate_is_that_of_the_last_ten_seconds():
+    rate = Rate()
+    assert rate.value(0.0) == 0
+    for tenth in range(50):
+        rate.add(2, tenth / 20)
+    assert rate.value(2.5) == 10
+    assert 0 < rate.value(11.0) < 10
+    assert rate.value(13.0) == 0
+    rate.add(5, 14.0)
+    assert rate.value(14.0) == 0.5
 
 
 # -- life cycle

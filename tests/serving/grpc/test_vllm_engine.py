@@ -127,7 +127,7 @@ def test_loads(engine, server):
     next(call)
     (load,) = engine.GetLoads(pb.GetLoadsRequest()).loads
     assert load.num_running_reqs == load.num_total_reqs == 1
-    assert 0 < load.token_usage < 1 and load.num_used_tokens > 0
+    assert 0 < load.token_usage < 1 and load.num_used_tokens > 0 and load.gen_throughput > 0
     call.cancel()
     server.assert_idle()
     (load,) = engine.GetLoads(pb.GetLoadsRequest()).loads

@@ -81,7 +81,7 @@ def test_metrics(http):
         assert gained(f"vllm:{name}_count") == 2
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
     assert after["vllm:kv_cache_usage_perc"] == 0 and after["vllm:cache_config_info"] == 1
-    assert after["jaxserve:pages"] == 27, "of all states together"
+    assert after["jaxserve:pages_free"] == 27 == after["jaxserve:pages"], "the latter in all states together"
     assert after["jaxserve:token_rows_padded_total"] >= after["jaxserve:token_rows_total"] > 0
 
 
