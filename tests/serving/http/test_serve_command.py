@@ -49,6 +49,14 @@ def serve(*args) -> tuple[int, str]:
     (["--ssl-certfile", "/no/file", "--ssl-keyfile", "/no/file"], "no file /no/file"),
     (["--drain-seconds", "-1"], "drain_seconds"),
     (["--api-key", ""], "api_key"),
+    (["--ssl-client-ca", __file__], "ssl_client_ca needs ssl_certfile"),
+    (["--idle-seconds", "0"], "idle_seconds must be a number of at least 1"),
+    (["--max-connections", "0"], "max_connections must be an integer"),
+    (["--grpc-max-message-bytes", "0"], "grpc_max_message_bytes must be an integer"),
+    (["--grpc-keepalive-seconds", "0"], "grpc_keepalive_seconds must be a number"),
+    (["--otlp-endpoint", "localhost:4317"], "otlp_endpoint must be a URL"),
+    (["--log-prompts", "--no-access-log"], "log_prompts needs access_log"),
+    (["--log-format", "xml"], "'xml' is not one of 'text', 'json'"),
     (["--page-size", "7"], "page_size must be a power of two"),
     (["--host", "no.such.host.invalid"], "cannot listen on"),
     (["--config", "/no/such/file"], "does not exist"),
@@ -56,6 +64,15 @@ def serve(*args) -> tuple[int, str]:
 def test_wrong_options(args, message):
     code, output = serve(*args)
     assert code == 2 and message in output
+
+
+@pytest.mark.parametrize("option", ["--port", "--grpc-port"])
+def test_a_certificate_that_is_none(option):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code, output = serve("--port", 0, "--grpc-port", 0, option, port, "--ssl-certfile", __file__, "--ssl-keyfile",
+                         __file__)
+    assert code == 2 and "a TLS file is of no use" in output and "/no/such/model" not in output
 
 
 @pytest.mark.parametrize("option", ["--port", "--grpc-port"])
@@ -67,7 +84,8 @@ def test_a_port_that_is_taken(option):
 
 @pytest.mark.parametrize(("text", "message"), [
     ("prot: 1", "unknown option(s) prot"), ("- 1", "must hold a mapping"), ("port: [", "cannot be read"),
-    ("port: '8000'", "port must be an integer"), ("page_size: 7", "page_size"), ("api_key: 7", "api_key")])
+    ("port: '8000'", "port must be an integer"), ("log_format: xml", "log_format must be text or json"),
+    ("chat_page: 1", "chat_page must be true or false"), ("page_size: 7", "page_size"), ("api_key: 7", "api_key")])
 def test_wrong_config_files(tmp_path, text, message):
     (tmp_path / "serve.yaml").write_text(text)
     code, output = serve("--config", tmp_path / "serve.yaml")
