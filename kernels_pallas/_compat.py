@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -31,15 +31,16 @@ GPU_INTERPRETED_BLOCKS = 1 if JAX_VERSION < (0, 11) else 3
 
 
 @contextlib.contextmanager
-def tpu_interpreter() -> Iterator[None]:
+def tpu_interpreter(dma_execution_mode: Literal["on_wait", "eager"] = "on_wait") -> Iterator[None]:
     """TPU kernels that are traced and run inside run on the CPU, under all checks that there are.
 
     A race, an access beyond the end of an array and a read before a copy was waited for raise; uninitialised memory
-    reads as NaN. Not noticed is a copy that nobody ever waits for.
+    reads as NaN. A copy that nobody ever waits for is only noticed in mode "eager", and only printed, as a semaphore's
+    "non-zero count" at the kernel's end.
     """
     from jax.experimental.pallas import tpu as pltpu
 
-    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan",
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=dma_execution_mode, uninitialized_memory="nan",
                                    out_of_bounds_reads="raise")
     pltpu.reset_tpu_interpret_mode_state()
     with pltpu.force_tpu_interpret_mode(params):

@@ -115,11 +115,14 @@ def token_rows(batch: AttentionBatch) -> tuple[jax.Array, jax.Array, jax.Array]:
     return jnp.where(valid, seq, 0), jnp.where(valid, position, 0), valid
 
 
+_SMALL_TPUS = ("TPU v2", "TPU v3", "TPU v4", "TPU v4 lite")
+
 # What each backend needs of a device, in words and as a test; the fastest backend first. What it needs of the spec,
 # its module knows, which is only imported where the device is right.
 _NEEDS: dict[Backend, tuple[str, Callable[[Any], bool]]] = {
     "cpu_native": ("a CPU", lambda device: device.platform == "cpu"),
-    "mosaic_tpu": ("a TPU", lambda device: device.platform == "tpu"),
+    "mosaic_tpu": ("a TPU of v5e or later, with 64 MiB of VMEM or more",
+                   lambda device: device.platform == "tpu" and device.device_kind not in _SMALL_TPUS),
     "xla": ("any device", lambda device: True),
     "reference": ("any device", lambda device: True),
 }

@@ -6,7 +6,7 @@ latency of a DMA.
 
 **prefill**: a tile of several query blocks shares one reading of the context. With R rows, G query heads on a kv head
 and b bytes an element, a step does 4 R G D operations for 2 b D bytes: R G operations a byte in bfloat16. v5e does 240
-in the time that it reads one byte, v6e 560, so tiles have about 512 rows of R x G.
+in the time of reading one, v6e 560, so tiles have about 512 rows of R x G, or what a share of VMEM holds of all heads.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from kernels_pallas.api import AttentionSpec
-from kernels_pallas.mosaic_tpu.layout import round_up, tile_rows
+from kernels_pallas.mosaic_tpu.layout import LANES, round_up, row_part, tile_rows
 
 # Bytes of one KV buffer, and bounds of the step in tokens: matrix units want 128 at least, and scores of a step
 # (rows x tokens in float32) want to stay near the registers.
 _KV_BYTES = 1 << 20
 KV_TOKENS = {"decode": 512, "prefill": 256}
 PREFILL_ROWS = 512
+_PREFILL_BYTES = 12 << 20
 _MIN_KV_TOKENS = 128
 
 
@@ -54,7 +55,11 @@ def decode_case(spec: AttentionSpec) -> Case:
 
 
 def prefill_case(spec: AttentionSpec) -> Case:
-    rows = spec.query_block * (spec.num_heads // spec.num_kv_heads)
+    rows, slots = spec.query_block * (spec.num_heads // spec.num_kv_heads), 2
+    # Of a row: buffers of queries and outputs, and in float32 the accumulator, the maximum and the sum.
+    q_bytes = 4 if spec.dtype == "float32" else 2
+    row_bytes = spec.num_kv_heads * (round_up(row_part(spec), LANES) * (q_bytes * (slots + 2) + 4) + 2 * 4 * LANES)
+    most_rows = min(PREFILL_ROWS, _PREFILL_BYTES // row_bytes)
     # Blocks are put together by DMA, which needs each to be a whole number of hardware tiles.
-    query_blocks = max(1, PREFILL_ROWS // rows) if rows % tile_rows(jnp.bfloat16) == 0 else 1
-    return Case("prefill", query_blocks=query_blocks, rows=rows, pages=_pages("prefill", spec), slots=2)
+    query_blocks = max(1, most_rows // rows) if rows % tile_rows(jnp.bfloat16) == 0 else 1
+    return Case("prefill", query_blocks=query_blocks, rows=rows, pages=_pages("prefill", spec), slots=slots)

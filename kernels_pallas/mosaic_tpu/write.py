@@ -101,16 +101,31 @@ def write_pages(writes: Writes, rows, scales, pool: dict, base: jax.Array, scrat
 
         wait(arriving(u))
         slot = u % _SLOTS
+        first, last = writes.first[u], writes.last[u]
         row = lax.broadcasted_iota(jnp.int32, (B, 2 * spec.head_dim), 0)
-        new = (row >= writes.first[u]) & (row < writes.last[u])
-        for head in range(spec.num_kv_heads):
-            old = scratch["pieces"][slot, head].astype(jnp.float32)
-            merged = jnp.where(new, scratch["rows"][slot, :, head, :], old)
-            scratch["pieces"][slot, head] = merged.astype(spec.dtype)
+
+        def merge(new_rows) -> None:
+            """new_rows(head): what the head's rows become where they are new, [B, 2D] or [1, 2D]."""
+            for head in range(spec.num_kv_heads):
+                old = scratch["pieces"][slot, head].astype(jnp.float32)
+                merged = jnp.where((row >= first) & (row < last), new_rows(head), old)
+                scratch["pieces"][slot, head] = merged.astype(spec.dtype)
+
+        # One row, as of every decode row, goes everywhere and is kept where it belongs; to collect a head's part of
+        # many rows costs a shuffle for each of them.
+        @pl.when(last - first == 1)
+        def _():
+            rows = scratch["rows"][slot, first]
+            merge(lambda head: rows[head:head + 1])
+
+        @pl.when(last - first > 1)
+        def _():
+            merge(lambda head: scratch["rows"][slot, :, head, :])
+
         if spec.quantized:
             lane = lax.broadcasted_iota(jnp.int32, (spec.num_kv_heads, 2 * N), 1)
             lane = jnp.where(lane < N, lane, lane - N)
-            new = (lane >= writes.first[u]) & (lane < writes.last[u])
+            new = (lane >= first) & (lane < last)
             scratch["scales"][slot] = jnp.where(new, scratch["new_scales"][slot], scratch["scales"][slot])
         start(leaving(u))
 

@@ -18,10 +18,15 @@ from tests.kernels.scenes import Pages, Shape
 
 
 @contextlib.contextmanager
-def interpreted() -> Iterator[None]:
+def short_steps() -> Iterator[None]:
     """KV steps of 16 tokens, and prefill tiles of two query blocks of the shapes below."""
-    with mock.patch.dict(blocks.KV_TOKENS, decode=16, prefill=16), mock.patch.object(blocks, "PREFILL_ROWS", 32), \
-            tpu_interpreter():
+    with mock.patch.dict(blocks.KV_TOKENS, decode=16, prefill=16), mock.patch.object(blocks, "PREFILL_ROWS", 32):
+        yield
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    with short_steps(), tpu_interpreter():
         yield
 
 
