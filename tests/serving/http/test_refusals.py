@@ -43,7 +43,7 @@ def test_bodies_that_are_no_json_object(http, path, body):
     ("logit_bias", {"191222": -100}), ("logit_bias", {"-1": 5}), ("logit_bias", {"abc": 1}),  # case 30
     ("logit_bias", {"1": 101}), ("logit_bias", [1]), ("logit_bias", {"²": 1}),
     ("allowed_token_ids", []), ("allowed_token_ids", [272]), ("presence_penalty", 3), ("repetition_penalty", 0),
-    ("bad_words", "x"), ("stop_token_ids", [-1]), ("priority", 1), ("cache_salt", ""), ("min_tokens", 10**6),
+    ("bad_words", 5), ("stop_token_ids", [-1]), ("priority", 1), ("cache_salt", ""), ("min_tokens", 10**6),
     ("stream", "yes"), ("ignore_eos", 1), ("stream_options", {}), ("stream_options", {"include_usage": True}),
     ("frequenzy_penalty", 1), ("response_format", {"type": "json_object"}), ("tools", [{"type": "function"}]),
     ("guided_json", "{}"), ("structured_outputs", {"regex": "a"}), ("best_of", 3), ("prompt_logprobs", 21),
