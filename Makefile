@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 
-.PHONY: help demo test test-slow test-clients drill lint bench clean
+.PHONY: check-kernels compiler help demo test test-slow test-clients drill lint bench clean
 help:
 	@echo "make demo       generate text with a small real model (downloads 93 MB once)"
 	@echo "make test       the test suite"
@@ -11,6 +11,7 @@ help:
 	@echo "make test-clients  clients of others (openai, langchain, litellm, llm, SMG, ...), installed under build/"
 	@echo "make drill      a server among hostile clients, in a crowd, and through a long day"
 	@echo "make lint       ruff and pyright"
+	@echo "make check-kernels  compile all kernels and the engine for TPUs and GPUs that are not here (installs 2.5 GB)"
 	@echo "make bench      the benchmarks that docs/performance.md quotes"
 	@echo "PYTHON=python3.12 VENV=.venv312 selects another interpreter and environment"
 
@@ -64,6 +65,21 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed
 	@for name in host startup latency prefix throughput; do $(VENV)/bin/jaxserve bench $$name || exit 1; done
+
+# The compilers of TPUs and of NVIDIA GPUs, each in an environment of its own. CHECK=... are options for both runs.
+check-kernels:
+	@$(MAKE) --no-print-directory compiler VENV=$(VENV)-tpu EXTRA=tpu
+	@$(MAKE) --no-print-directory compiler VENV=$(VENV)-cuda EXTRA=cuda-compiler
+	@failed=0; for kind in tpu:tpu gpu:cuda; do \
+	  $(VENV)-$${kind#*:}/bin/python -m scripts.compile_check --target $${kind%:*} --require $(CHECK) || failed=1; \
+	done; exit $$failed
+
+compiler: $(VENV)/.installed-$(EXTRA)
+
+$(VENV)/.installed-$(EXTRA): pyproject.toml | $(VENV)/bin/python
+	@echo "installing the compiler $(EXTRA) into $(VENV)"
+	@$(PIP) install -e '.[$(EXTRA)]'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

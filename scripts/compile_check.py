@@ -7,7 +7,7 @@
 Two things are compiled, each for the largest decode step and the largest step of all: paged attention alone, and
 the whole jitted step of the model with one layer and with all of them (as many as fit one device, if not all do).
 Bad is: it does not compile; the donated KV pool is not updated in place, or temporaries take more than a tenth of
-it; a CUDA kernel spills registers. Nothing is executed: this says nothing about speed or numbers.
+it; a Pallas kernel for CUDA spills registers. Nothing is executed: this says nothing about speed or numbers.
 """
 
 from __future__ import annotations
@@ -111,19 +111,24 @@ def check(target: Target, models: Sequence[str], parts: Sequence[Part], depths: 
 def table_of(rows: Sequence[Row]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for i, column in enumerate(("target", "model", "part", "layers", "program", "attention", "cpu s", "arguments",
-                                "temp", "pool", "in place", "VMEM", "kernels", "registers", "spills", "smem", "")):
+                                "temp", "pool", "in place", "VMEM", "Pallas: registers", "spills", "smem",
+                                "XLA: registers", "spills", "")):
         table.add_column(column, justify="left" if i < 6 else "right", no_wrap=True)
     for row in rows:
-        compiled, kernels = row.compiled, row.compiled.kernels
+        compiled = row.compiled
         cells = [row.target, row.model, row.part, row.layers, compiled.program, compiled.backend]
         if compiled.error is None:
             cells += [f"{compiled.cpu_seconds:.1f}", _mib(compiled.argument_bytes), _mib(compiled.temp_bytes),
                       _mib(compiled.pool_bytes), "no" if compiled.pool_is_copied else "yes",
                       _mib(compiled.vmem_bytes) if compiled.vmem_bytes else ""]
-            cells += [str(len(kernels)), str(max(kernel.registers for kernel in kernels)), str(compiled.spills),
-                      f"{max(kernel.shared_bytes for kernel in kernels) / 1024:.0f} KiB"] if kernels else [""] * 4
+            for ours in (True, False):
+                kernels = [kernel for kernel in compiled.kernels if kernel.pallas == ours]
+                most = {name: max((getattr(kernel, name) for kernel in kernels), default=0)
+                        for name in ("registers", "spill_bytes", "shared_bytes")}
+                used = [str(most["registers"]), str(most["spill_bytes"]), f"{most['shared_bytes'] / 1024:.0f} KiB"]
+                cells += (used if ours else used[:2]) if kernels else [""] * (3 if ours else 2)
         else:
-            cells += [""] * 10
+            cells += [""] * 11
         table.add_row(*cells, "ok" if row.fault is None else "FAILED", style=None if row.fault is None else "red")
     return table
 

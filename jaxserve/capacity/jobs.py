@@ -91,8 +91,8 @@ class Compiled:
 
     @property
     def spills(self) -> int:
-        """Bytes of registers that CUDA kernels keep in memory."""
-        return sum(kernel.spill_bytes for kernel in self.kernels)
+        """Bytes of registers that Pallas kernels for CUDA keep in memory. XLA's own kernels are not in our hands."""
+        return sum(kernel.spill_bytes for kernel in self.kernels if kernel.pallas)
 
 
 def missing_compiler(target: Target) -> str | None:

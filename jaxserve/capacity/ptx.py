@@ -12,12 +12,18 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+_MOSAIC = "mosaic"  # the directory of what Mosaic GPU dumps
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelUse:
-    """Of one kernel; `shared_bytes` is what it declares, without what its launch adds."""
+    """Of one kernel; `shared_bytes` is what it declares, without what its launch adds.
+
+    `pallas`: written in Pallas Mosaic GPU; else it is XLA's own.
+    """
 
     name: str
+    pallas: bool
     registers: int
     spill_bytes: int
     shared_bytes: int
@@ -35,7 +41,7 @@ def find_ptxas() -> str | None:
 
 def dump_environment(environment: Mapping[str, str], dump_dir: str) -> dict[str, str]:
     """The environment in which XLA and Mosaic GPU write the PTX of what they compile below `dump_dir`."""
-    mosaic = Path(dump_dir, "mosaic")
+    mosaic = Path(dump_dir, _MOSAIC)
     mosaic.mkdir()
     flags = f"--xla_dump_to={dump_dir}/xla --xla_dump_hlo_as_text"
     if not version("jax").startswith("0.10."):
@@ -54,13 +60,13 @@ def take_dumped(dump_dir: str, arch: str) -> tuple[KernelUse, ...]:
     kernels = []
     for path in sorted(Path(dump_dir).rglob("*")):
         if path.suffix == ".ptx" and ".entry" in path.read_text(errors="replace"):
-            kernels += _assemble(path, arch)
+            kernels += _assemble(path, arch, pallas=Path(dump_dir, _MOSAIC) in path.parents)
         if path.is_file():
             path.unlink()
     return tuple(kernels)
 
 
-def _assemble(path: Path, arch: str) -> list[KernelUse]:
+def _assemble(path: Path, arch: str, pallas: bool) -> list[KernelUse]:
     ptxas = find_ptxas()
     assert ptxas is not None
     done = subprocess.run([ptxas, "-v", f"--gpu-name={arch}", str(path), "-o", os.devnull], capture_output=True,
@@ -68,10 +74,10 @@ def _assemble(path: Path, arch: str) -> list[KernelUse]:
     report = done.stdout + done.stderr
     if done.returncode:
         raise RuntimeError(f"ptxas: {report.strip()[:300]}")
-    return parse_report(report)
+    return parse_report(report, pallas)
 
 
-def parse_report(report: str) -> list[KernelUse]:
+def parse_report(report: str, pallas: bool) -> list[KernelUse]:
     """The kernels in what `ptxas -v` prints."""
     kernels = []
     for part in re.split(r"Compiling entry function '", report)[1:]:
@@ -80,7 +86,7 @@ def parse_report(report: str) -> list[KernelUse]:
             return int(match[1]) if match else 0
 
         kernels.append(KernelUse(
-            name=part.partition("'")[0], registers=number(r"Used (\d+) registers"),
+            name=part.partition("'")[0], pallas=pallas, registers=number(r"Used (\d+) registers"),
             spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
             shared_bytes=number(r"(\d+) bytes smem")))
     return kernels

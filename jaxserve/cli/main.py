@@ -14,6 +14,7 @@ import click
 
 from jaxserve.cli.bench import bench
 from jaxserve.cli.chat import chat
+from jaxserve.cli.compile import compile
 from jaxserve.cli.convert import convert
 from jaxserve.cli.generate import generate
 from jaxserve.cli.info import info
@@ -83,5 +84,5 @@ def main(quiet: bool) -> None:
     _show_log(logging.WARNING if quiet else logging.INFO)
 
 
-for command in (generate, chat, serve, run_batch, bench, info, plan, convert):
+for command in (generate, chat, serve, run_batch, bench, info, plan, compile, convert):
     main.add_command(command)

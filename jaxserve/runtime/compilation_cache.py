@@ -60,6 +60,13 @@ def cache_settings(directory: str | None) -> dict[str, Any]:
     return {_DIRECTORY: str(path), **_KEEP_ALL}
 
 
+def cache_directory(directory: str | None) -> str | None:
+    """Where `cache_settings(directory)` keeps programs; None: nowhere. Errors: the same."""
+    settings = cache_settings(directory)
+    with _turn:
+        return settings.get(_DIRECTORY, _users_own.get(_DIRECTORY, getattr(jax.config, _DIRECTORY)))
+
+
 @contextlib.contextmanager
 def cache_in_force(settings: Mapping[str, Any]) -> Iterator[None]:
     """Compiles inside with the cache of `cache_settings`; afterwards jax's settings are what they were.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -17,20 +18,30 @@ from typing import Any
 import jax
 
 from jaxserve.runtime.compilation_cache import cache_in_force, cache_settings
+from jaxserve.runtime.host_memory import give_back
 
 logger = logging.getLogger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 _compilations = 0
+_in_this_thread = threading.local()  # jax reports what happens in the thread that compiles
 
 
 def _count(event: str, duration: float, **_: Any) -> None:
     global _compilations
     if event == _COMPILE_EVENT:
         _compilations += 1
+        _in_this_thread.asked = True
+
+
+def _note_hit(event: str, **_: Any) -> None:
+    if event == _CACHE_HIT_EVENT:
+        _in_this_thread.hit = True
 
 
 jax.monitoring.register_event_duration_secs_listener(_count)
+jax.monitoring.register_event_listener(_note_hit)
 
 
 def compilations() -> int:
@@ -40,6 +51,9 @@ def compilations() -> int:
 
 class Executables:
     """The compiled programs of one engine, by key. One thread at a time uses it.
+
+    `seconds`: what each took to lower and compile. `from_cache`: those that were found on disk, or that jax still
+    had from an earlier engine of this process.
 
     Args:
         lower: traces and lowers the program of a key.
@@ -54,6 +68,7 @@ class Executables:
         self._cache_settings = cache_settings(cache_dir)
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
         self.seconds: dict[Hashable, float] = {}
+        self.from_cache: set[Hashable] = set()
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -82,7 +97,10 @@ class Executables:
 
         def compile_one(key: Hashable, lowered: jax.stages.Lowered, lower_seconds: float) -> Hashable:
             started = time.perf_counter()
+            _in_this_thread.asked = _in_this_thread.hit = False
             self._compiled[key] = lowered.compile()
+            if _in_this_thread.hit or not _in_this_thread.asked:
+                self.from_cache.add(key)
             self.seconds[key] = lower_seconds + time.perf_counter() - started
             return key
 
@@ -92,10 +110,15 @@ class Executables:
                 started = time.perf_counter()
                 lowered = self._lower(key)
                 futures.append(pool.submit(compile_one, key, lowered, time.perf_counter() - started))
-            for future in as_completed(futures):
-                key = future.result()
-                if on_done is not None:
-                    on_done(key)
+            try:
+                for future in as_completed(futures):
+                    key = future.result()
+                    if on_done is not None:
+                        on_done(key)
+            except BaseException:  # an interrupt need not wait for those that have not begun
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        give_back()  # most of what XLA took
 
     def clear(self) -> None:
         self._compiled.clear()

@@ -23,7 +23,7 @@ from jaxserve.tokenizer import TOKENIZER_FILES, Tokenizer
 from jaxserve.weights import demo
 from jaxserve.weights.gguf import open_gguf
 from jaxserve.weights.lazy import TensorMap
-from jaxserve.weights.load import Progress, Shardings, load_params
+from jaxserve.weights.load import Progress, Shardings, check_tensors, load_params
 from jaxserve.weights.orbax import MANIFEST, read_manifest, read_tokenizer, restore_params, save_checkpoint
 from jaxserve.weights.safetensors import open_safetensors
 
@@ -67,6 +67,16 @@ class ModelSource:
             CheckpointError: there is one, but it cannot be read.
         """
         return self.read_tokenizer()
+
+    @property
+    def valid_vocab(self) -> int:
+        """Ids below it may be sampled; the embedding may have more rows than the tokenizer ids."""
+        return self.spec.vocab_size if self.tokenizer is None else self.tokenizer.vocab_size
+
+    def check(self) -> None:
+        """Raises what `load` would if tensors are missing, unknown, misshapen or quantised; reads none of them."""
+        if self.tensors is not None:
+            check_tensors(self.spec, self.name_map, self.tensors, ignorable)
 
     def load(
         self, dtype: Any, shardings: Shardings | None = None, progress: Progress | None = None
