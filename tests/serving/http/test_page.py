@@ -162,7 +162,8 @@ def test_every_control_has_a_name_and_nothing_sticks_out(driver, server, width):
     page.find("#settings-button").click()
     page.say("x" * 60)
     page.until(lambda: page.texts(".facts"))
-    controls = driver.find_elements("css selector", "button, input, textarea")
-    assert len(controls) == 9 and all(control.accessible_name for control in controls)
+    controls = [control for control in driver.find_elements("css selector", "button, input, textarea")
+                if control.is_displayed()]
+    assert len(controls) == 8 and all(control.accessible_name for control in controls)
     assert driver.execute_script("return document.documentElement.scrollWidth") <= width
     page.close()
