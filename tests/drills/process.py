@@ -47,7 +47,9 @@ class ServerProcess:
         self._reader = threading.Thread(target=self._read_log, args=(ready,), daemon=True)
         self._reader.start()
         ready.wait(PATIENCE)
-        assert self._process.poll() is None, self.said
+        if "service: ready" not in self.said:
+            self.kill()
+            raise AssertionError(self.said)
 
     def _read_log(self, ready: threading.Event) -> None:
         assert self._process.stderr is not None
