@@ -17,8 +17,7 @@ from jaxserve.serving.config import ServeConfig
 from jaxserve.serving.http.app import HttpOptions
 from jaxserve.serving.logs import AccessLog, JsonFormatter
 from tests.serving.grpc.harness import Loop, running
-from tests.serving.http.conftest import Server, serving
-from tests.serving.http.test_drills import assert_nothing_is_held
+from tests.serving.http.conftest import serving
 
 
 @pytest.fixture
@@ -31,11 +30,6 @@ def log(caplog):
                 if record.name == "jaxserve.access"]
 
     return parsed
-
-
-def settle(server: Server) -> None:
-    """Until the last call's line is written, which is after the client has its answer."""
-    assert_nothing_is_held(server)
 
 
 def test_a_line_for_each_call(make_llm, log):
