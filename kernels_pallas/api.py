@@ -34,7 +34,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.quantize import LARGEST
 
-Backend = Literal["reference", "xla", "cpu_native", "mosaic_tpu"]
+Backend = Literal["reference", "xla", "cpu_native", "mosaic_gpu", "mosaic_tpu"]
 Pool = Any
 Plan = Any
 
@@ -121,6 +121,9 @@ _SMALL_TPUS = ("TPU v2", "TPU v3", "TPU v4", "TPU v4 lite")
 # its module knows, which is only imported where the device is right.
 _NEEDS: dict[Backend, tuple[str, Callable[[Any], bool]]] = {
     "cpu_native": ("a CPU", lambda device: device.platform == "cpu"),
+    # Its code for any other generation does not compile, or ends the process.
+    "mosaic_gpu": ("a Hopper GPU (compute capability 9.x)",
+                   lambda device: device.platform == "gpu" and str(device.compute_capability).startswith("9.")),
     "mosaic_tpu": ("a TPU of v5e or later, with 64 MiB of VMEM or more",
                    lambda device: device.platform == "tpu" and device.device_kind not in _SMALL_TPUS),
     "xla": ("any device", lambda device: True),

@@ -49,7 +49,9 @@ def decode_partials(q: jax.Array, pool, plan: DecodePlan, base: jax.Array, windo
     scalars = jnp.stack([plan.num_items * K, base, unlimited if window is None else window]).astype(jnp.int32)
 
     def body(q_ref, k_ref, v_ref, tables, items, scalars, out_ref, q_smem, k_smem, v_smem, p_smem, out_smem,
-             q_ready, k_ready, v_ready, q_free, k_free, v_free):
+             q_ready, k_ready, v_ready, v_fetched, q_free, k_free, v_free):
+        keys = wg.Pipeline(k_ref, k_smem, k_ready, k_free, kv)
+        values = wg.Pipeline(v_ref, v_smem, v_ready, v_free, kv)
         block = lax.axis_index("block")
         num_units, base, window = scalars[0], scalars[1], scalars[2]
         num_mine = wg.cdiv(num_units - block, blocks)
@@ -73,7 +75,7 @@ def decode_partials(q: jax.Array, pool, plan: DecodePlan, base: jax.Array, windo
 
                 def step(at, carry):
                     acc, total, top, count = carry          # [D, G], [tokens, G], [G]
-                    slot = lax.rem(count, jnp.int32(layout.stages))
+                    slot = keys.slot(count)
                     plgpu.barrier_wait(k_ready.at[slot])
                     scores = wg.matmul_t(k_smem.at[slot], q_smem.at[q_slot])
                     plgpu.barrier_arrive(k_free.at[slot])
@@ -90,8 +92,6 @@ def decode_partials(q: jax.Array, pool, plan: DecodePlan, base: jax.Array, windo
                     total = total * wg.along_columns(keep, total.shape) + weights
                     wg.store_transposed(p_smem, weights.astype(p_smem.dtype))
                     plgpu.barrier_wait(v_ready.at[slot])
-                    pl.when((at + 1) * kv.block > context)(
-                        lambda: wg.zero_rows_from(v_smem.at[slot], context - at * kv.block))
                     plgpu.commit_smem()
                     acc = wg.add_t_matmul_t(acc * wg.along_columns(keep, acc.shape), v_smem.at[slot], p_smem)
                     plgpu.barrier_arrive(v_free.at[slot])
@@ -118,24 +118,23 @@ def decode_partials(q: jax.Array, pool, plan: DecodePlan, base: jax.Array, windo
         @pl.when(lax.axis_index("wg") == 1)
         def _copy():
             def run_unit(i, count):
-                seq, head, _, _, first, end = unit(i)
+                seq, head, _, context, first, end = unit(i)
                 q_slot = lax.rem(i, jnp.int32(_QUERY_SLOTS))
                 pl.when(i >= _QUERY_SLOTS)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
                 plgpu.copy_gmem_to_smem(q_ref.at[seq, head], q_smem.at[q_slot], q_ready.at[q_slot])
 
                 def step(at, count):
-                    slot = lax.rem(count, jnp.int32(layout.stages))
-                    for pages, smem, ready, free in ((k_ref, k_smem, k_ready, k_free), (v_ref, v_smem, v_ready, v_free)):
-                        pl.when(count >= layout.stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
-                        wg.copy_kv_block(pages, head, tables, seq, base, at, kv, smem.at[slot], ready.at[slot])
+                    ids = wg.page_ids(tables, seq, at, kv, base)
+                    keys.fetch(count, head, ids, at)
+                    values.fetch_cleaned(count, head, ids, at, context, v_fetched)
                     return count + 1
 
                 return lax.fori_loop(first, end, step, count)
 
             count = lax.fori_loop(0, num_mine, run_unit, jnp.int32(0))
             wg.wait_for_last(q_free, num_mine, _QUERY_SLOTS)
-            wg.wait_for_last(k_free, count, layout.stages)
-            wg.wait_for_last(v_free, count, layout.stages)
+            keys.drain(count)
+            values.drain(count)
 
     dtype, stages = q.dtype, layout.stages
     kv_ready = plgpu.Barrier(num_arrivals=kv.copies, num_barriers=stages)
@@ -146,7 +145,7 @@ def decode_partials(q: jax.Array, pool, plan: DecodePlan, base: jax.Array, windo
             wg.operand((_QUERY_SLOTS, G, D), dtype), wg.operand((stages, kv.block, D), dtype),
             wg.operand((stages, kv.block, D), dtype), wg.operand((G, kv.block), dtype),
             plgpu.SMEM((D + WGMMA_ROWS, G), jnp.float32),
-            plgpu.Barrier(num_barriers=_QUERY_SLOTS), kv_ready, kv_ready,
+            plgpu.Barrier(num_barriers=_QUERY_SLOTS), kv_ready, kv_ready, plgpu.Barrier(num_arrivals=kv.copies),
             plgpu.Barrier(num_barriers=_QUERY_SLOTS), plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages)],
         grid=blocks, num_threads=2,

@@ -35,13 +35,14 @@ class DecodePlan:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PrefillPlan:
-    """tables: i32[S, W].
+    """tables: i32[S, W]. contexts: i32[S], tokens after this step's rows are written.
 
     tiles: i32[tiles, 4], longest context first: first row, sequence, position of the first row, rows. Rows count from
     the first prefill row. num_tiles: i32 scalar, how many there are; the rest is padding. valid: bool[rows].
     """
 
     tables: jax.Array
+    contexts: jax.Array
     tiles: jax.Array
     num_tiles: jax.Array
     valid: jax.Array
@@ -105,5 +106,5 @@ def _plan_prefill(tables, batch: AttentionBatch, valid, spec: AttentionSpec) -> 
     position = kv_lens[chunk] - lens[chunk] + offset
     order = jnp.argsort(jnp.where(count > 0, -(position + count), 1), stable=True)
     tiles = jnp.stack([first, chunk, position, count], axis=1)[order]
-    return PrefillPlan(tables=tables, tiles=tiles.astype(jnp.int32), valid=valid,
+    return PrefillPlan(tables=tables, contexts=kv_lens, tiles=tiles.astype(jnp.int32), valid=valid,
                        num_tiles=jnp.sum(count > 0, dtype=jnp.int32))

@@ -22,8 +22,8 @@ from kernels_pallas.mosaic_gpu.layout import NUM_SMS, PREFILL_WARPGROUPS, WGMMA_
 from kernels_pallas.mosaic_gpu.plan import PrefillPlan
 
 # Two computing warpgroups and one that copies share 65536 registers.
-_COMPUTE_REGISTERS = 240
-_COPY_REGISTERS = 24
+_COMPUTE_REGISTERS = 232
+_COPY_REGISTERS = 40
 
 
 def prefill(q: jax.Array, pool, plan: PrefillPlan, base: jax.Array, window: jax.Array | None,
@@ -46,7 +46,7 @@ def prefill(q: jax.Array, pool, plan: PrefillPlan, base: jax.Array, window: jax.
     units = plan.tiles.shape[0] * K
     blocks = min(_compat.GPU_INTERPRETED_BLOCKS if wg.is_interpreted() else NUM_SMS, units)
     scalars = jnp.stack([plan.num_tiles * K, base, jnp.int32(0) if window is None else window]).astype(jnp.int32)
-    inputs = [q, pool["k"], pool["v"], plan.tables, plan.tiles, scalars]
+    inputs = [q, pool["k"], pool["v"], plan.tables, plan.contexts, plan.tiles, scalars]
     if sinks is not None:
         padded = jnp.pad(sinks * wg.LOG2_E, ((0, 0), (0, G - group)))
         inputs.append(jnp.tile(padded, (1, rows // G)))                              # [K, rows]
@@ -54,16 +54,21 @@ def prefill(q: jax.Array, pool, plan: PrefillPlan, base: jax.Array, window: jax.
     # A chunk owns whole query blocks of rows, so this many rows of a tile belong to one chunk, or to none.
     stored_rows = min(spec.query_block * G, rows)
 
-    def body(q_ref, k_ref, v_ref, tables, tiles, scalars, *refs):
+    def body(q_ref, k_ref, v_ref, tables, contexts, tiles, scalars, *refs):
         sinks_ref, refs = (refs[0], refs[1:]) if sinks is not None else (None, refs)
-        (out_ref, q_smem, k_smem, v_smem, sinks_smem, q_ready, k_ready, v_ready, k_free, v_free, turn, cleaned) = refs
-        block, me = lax.axis_index("block"), lax.axis_index("wg")
-        base, window_size = scalars[1], scalars[2]
-        num_mine = wg.cdiv(scalars[0] - block, blocks)
+        (out_ref, q_smem, k_smem, v_smem, sinks_smem, q_ready, k_ready, v_ready, v_fetched, k_free, v_free, turn) = refs
+        keys = wg.Pipeline(k_ref, k_smem, k_ready, k_free, kv)
+        values = wg.Pipeline(v_ref, v_smem, v_ready, v_free, kv)
+        me = lax.axis_index("wg")
 
-        def unit(i):
+        def for_each_unit(run_unit):
+            """run_unit(i, steps so far) -> steps so far. Read by each branch for itself: what is live where the
+            registers are shared out anew is spilled."""
+            return lax.fori_loop(0, wg.cdiv(scalars[0] - lax.axis_index("block"), blocks), run_unit, jnp.int32(0))
+
+        def unit(i, window_size):
             """(first row, sequence, kv head, position of the first row, rows, first step, end of steps)."""
-            at = block + i * blocks
+            at = lax.axis_index("block") + i * blocks
             tile, head = lax.div(at, jnp.int32(K)), lax.rem(at, jnp.int32(K))
             first, seq, position, count = (tiles[tile, field] for field in range(4))
             begin = jnp.int32(0)
@@ -73,6 +78,7 @@ def prefill(q: jax.Array, pool, plan: PrefillPlan, base: jax.Array, window: jax.
 
         def compute():
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            window_size = scalars[2]
             q_mine = q_smem.at[me]
 
             def take_turn():
@@ -84,7 +90,7 @@ def prefill(q: jax.Array, pool, plan: PrefillPlan, base: jax.Array, window: jax.
                 return lax.shift_right_logical(me * rows + wg.iota(shape, axis), G.bit_length() - 1)
 
             def run_unit(i, step_count):
-                first, _, head, position, count, begin, end = unit(i)
+                first, _, head, position, count, begin, end = unit(i, window_size)
                 my_rows = pl.ds(first * G + me * rows, rows)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)      # of the tile before
                 plgpu.copy_gmem_to_smem(q_ref.at[head, my_rows], q_mine, q_ready.at[me])
@@ -95,7 +101,7 @@ def prefill(q: jax.Array, pool, plan: PrefillPlan, base: jax.Array, window: jax.
 
                 def step(at, carry, masked: bool):
                     acc, total, top, step_count = carry              # [rows, D], [rows], [rows]
-                    slot = lax.rem(step_count, jnp.int32(layout.stages))
+                    slot = keys.slot(step_count)
                     plgpu.barrier_wait(k_ready.at[slot])
                     scores = wg.matmul_t(q_mine, k_smem.at[slot], meanwhile=take_turn)
                     plgpu.barrier_arrive(k_free.at[slot])
@@ -118,23 +124,10 @@ def prefill(q: jax.Array, pool, plan: PrefillPlan, base: jax.Array, window: jax.
                         (acc, total, new_top, weights.astype(dtype)))
                     plgpu.barrier_arrive(turn)
                     plgpu.barrier_wait(v_ready.at[slot])
-                    if masked:
-                        pl.when((at + 1) * kv.block > position + count)(
-                            lambda: clean(v_smem.at[slot], position + count - at * kv.block))
                     plgpu.barrier_wait(turn)
                     acc = wg.add_matmul(acc, weights, v_smem.at[slot])
                     plgpu.barrier_arrive(v_free.at[slot])
                     return acc, total, new_top, step_count + 1
-
-                def clean(v, written):
-                    """Both warpgroups read all of V, and each zeroes a half of what has not been written."""
-                    if kv.block == 2 * rows:
-                        wg.zero_rows_from(v.at[pl.ds(me * rows, rows)], written - me * rows)
-                    else:
-                        wg.zero_rows_from(v.at[:, pl.ds(me * (D // 2), D // 2)], written)
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(cleaned)
-                    plgpu.barrier_wait(cleaned)
 
                 top, total = wg.full((rows,), wg.LOWEST, wg.ROWS), wg.full((rows,), 0, wg.ROWS)
                 if sinks_ref is not None:    # a first key, whose value is zero
@@ -165,27 +158,28 @@ def prefill(q: jax.Array, pool, plan: PrefillPlan, base: jax.Array, window: jax.
                         plgpu.copy_smem_to_gmem(q_mine.at[pl.ds(begin_row, stored_rows)], out_ref.at[head, at])
                 return step_count
 
-            lax.fori_loop(0, num_mine, run_unit, jnp.int32(0))
+            for_each_unit(run_unit)
             plgpu.wait_smem_to_gmem(0)
 
         def copy():
             plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
+            base, window_size = scalars[1], scalars[2]
 
             def run_unit(i, step_count):
-                _, seq, head, _, _, begin, end = unit(i)
+                _, seq, head, _, _, begin, end = unit(i, window_size)
+                context = contexts[seq]
 
                 def step(at, step_count):
-                    slot = lax.rem(step_count, jnp.int32(layout.stages))
-                    for pages, smem, ready, free in ((k_ref, k_smem, k_ready, k_free), (v_ref, v_smem, v_ready, v_free)):
-                        pl.when(step_count >= layout.stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
-                        wg.copy_kv_block(pages, head, tables, seq, base, at, kv, smem.at[slot], ready.at[slot])
+                    ids = wg.page_ids(tables, seq, at, kv, base)
+                    keys.fetch(step_count, head, ids, at)
+                    values.fetch_cleaned(step_count, head, ids, at, context, v_fetched)
                     return step_count + 1
 
                 return lax.fori_loop(begin, end, step, step_count)
 
-            step_count = lax.fori_loop(0, num_mine, run_unit, jnp.int32(0))
-            wg.wait_for_last(k_free, step_count, layout.stages)
-            wg.wait_for_last(v_free, step_count, layout.stages)
+            step_count = for_each_unit(run_unit)
+            keys.drain(step_count)
+            values.drain(step_count)
 
         pl.when(me < PREFILL_WARPGROUPS)(compute)
         pl.when(me == PREFILL_WARPGROUPS)(copy)
@@ -200,8 +194,8 @@ def prefill(q: jax.Array, pool, plan: PrefillPlan, base: jax.Array, window: jax.
             wg.operand((PREFILL_WARPGROUPS, rows, D), dtype), wg.operand((stages, kv.block, D), dtype),
             wg.operand((stages, kv.block, D), dtype), plgpu.SMEM((PREFILL_WARPGROUPS, rows), jnp.float32),
             plgpu.Barrier(num_arrivals=1 if sinks is None else 2, num_barriers=PREFILL_WARPGROUPS),
-            ready, ready, free, free,
-            plgpu.Barrier(num_arrivals=PREFILL_WARPGROUPS), plgpu.Barrier(num_arrivals=PREFILL_WARPGROUPS)],
+            ready, ready, plgpu.Barrier(num_arrivals=kv.copies), free, free,
+            plgpu.Barrier(num_arrivals=PREFILL_WARPGROUPS)],
         grid=blocks, num_threads=PREFILL_WARPGROUPS + 1,
     )(*inputs)
     out = out.reshape(K, -1, G, D)[:, :R, :group].transpose(1, 0, 2, 3)

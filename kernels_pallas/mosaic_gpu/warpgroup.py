@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import _compat
-from kernels_pallas.mosaic_gpu.layout import KVBlocks
+from kernels_pallas.mosaic_gpu.layout import WGMMA_ROWS, KVBlocks
 
 Ref = Any
 
@@ -117,6 +118,9 @@ def store_transposed(ref: Ref, x: jax.Array) -> None:
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    # wgmma reads as TMA writes, through the asynchronous proxy. What stands for it here reads through the generic one,
+    # which the interpreter of jax 0.12 wants fenced off from later copies.
+    plgpu.commit_smem()
     return jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
 
 
@@ -134,15 +138,6 @@ def cdiv(a, b: int):
     return lax.div(a + (b - 1), jnp.int32(b))
 
 
-def zero_rows_from(ref: Ref, first) -> None:
-    """ref [64, columns]: rows from `first` on become zero.
-
-    Pages may hold anything beyond a context, NaN included, and 0 * NaN is NaN.
-    """
-    x = ref[...]
-    ref[...] = jnp.where(iota(ref.shape, 0) < first, x, jnp.zeros_like(x))
-
-
 def softcapped(scores: jax.Array, cap: float) -> jax.Array:
     # tanh = 1 - 2 / (1 + e^2x). tanh.approx has an error of 5e-4, times `cap`; an exact division takes ten
     # instructions; the square of an approximate rsqrt takes two, and is right to the last bits.
@@ -150,18 +145,79 @@ def softcapped(scores: jax.Array, cap: float) -> jax.Array:
     return cap - (2 * cap) * (root * root)
 
 
-def copy_kv_block(pages: Ref, head, table: Ref, seq, base, step, blocks: KVBlocks, buffer: Ref, barrier: Ref) -> None:
-    """Starts the copies of step `step` of a context into buffer [block, D]; each arrives once at the barrier.
+@dataclass(frozen=True)
+class Pipeline:
+    """A ring of buffers through which K or V of one kv head pass, a step of `blocks.block` tokens in each.
 
-    pages [P, K, N, D]; table i32[S, pages_per_seq]; base: first page of the layer.
+    pages: in global memory, [P, K, N, D]. buffers: [stages, block, D]. ready: barriers with `blocks.copies` arrivals,
+    free: with one of each warpgroup that reads.
     """
+
+    pages: Ref
+    buffers: Ref
+    ready: Ref
+    free: Ref
+    blocks: KVBlocks
+
+    @property
+    def stages(self) -> int:
+        return self.buffers.shape[0]
+
+    def slot(self, count):
+        """Where the step that has `count` steps before it lies."""
+        return lax.rem(count, jnp.int32(self.stages))
+
+    def fetch(self, count, head, page_ids: list, step) -> None:
+        """Waits for a free buffer and starts its copies."""
+        self._wait_free(count)
+        self._copy(head, page_ids, step, self.slot(count), self.ready.at[self.slot(count)])
+
+    def fetch_cleaned(self, count, head, page_ids: list, step, context, fetched: Ref) -> None:
+        """As `fetch`, but tokens from `context` on are zero.
+
+        Pages may hold anything beyond a context, NaN included, and 0 * NaN is NaN. The copying warpgroup does this
+        because it has registers to spare. `fetched`: a barrier with `blocks.copies` arrivals.
+        """
+        slot, written = self.slot(count), context - step * self.blocks.block
+
+        def clean():
+            self._copy(head, page_ids, step, slot, fetched)
+            plgpu.barrier_wait(fetched)
+            for row in range(0, self.blocks.block, WGMMA_ROWS):
+                pl.when(written < row + WGMMA_ROWS)(lambda row=row: zero(row))
+            plgpu.commit_smem()
+            for _ in range(self.blocks.copies):
+                plgpu.barrier_arrive(self.ready.at[slot])
+
+        def zero(row: int):
+            # In pieces of 64 x 64, which need 16 registers.
+            for column in range(0, self.buffers.shape[2], 64):
+                piece = self.buffers.at[slot, pl.ds(row, WGMMA_ROWS), pl.ds(column, 64)]
+                x = piece[...]
+                piece[...] = jnp.where(row + iota((WGMMA_ROWS, 64), 0) < written, x, jnp.zeros_like(x))
+
+        self._wait_free(count)
+        pl.when(written < self.blocks.block)(clean)
+        pl.when(written >= self.blocks.block)(lambda: self._copy(head, page_ids, step, slot, self.ready.at[slot]))
+
+    def drain(self, count) -> None:
+        wait_for_last(self.free, count, self.stages)
+
+    def _wait_free(self, count) -> None:
+        pl.when(count >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[self.slot(count)]))
+
+    def _copy(self, head, page_ids, step, slot, barrier: Ref) -> None:
+        rows, size = self.blocks.rows, self.blocks.page_size
+        part: Any = slice(None) if size == rows else pl.ds(lax.rem(step * rows, jnp.int32(size)), rows)
+        for i, page in enumerate(page_ids):
+            plgpu.copy_gmem_to_smem(self.pages.at[page, head, part], self.buffers.at[slot, pl.ds(i * rows, rows)],
+                                    barrier)
+
+
+def page_ids(table: Ref, seq, step, blocks: KVBlocks, base) -> list:
+    """Pages of step `step` of a context. table i32[S, pages_per_seq]; base: first page of the layer."""
     first = lax.div(step * blocks.block, jnp.int32(blocks.page_size))
-    rows: Any = slice(None)
-    if blocks.page_size > blocks.block:
-        rows = pl.ds(lax.rem(step * blocks.block, jnp.int32(blocks.page_size)), blocks.block)
-    ids = [table[seq, first + i] + base for i in range(blocks.copies)]
-    for i, page in enumerate(ids):
-        plgpu.copy_gmem_to_smem(pages.at[page, head, rows], buffer.at[pl.ds(i * blocks.rows, blocks.rows)], barrier)
+    return [table[seq, first + i] + base for i in range(blocks.copies)]
 
 
 def wait_for_last(barriers: Ref, count, slots: int) -> None:

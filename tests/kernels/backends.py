@@ -12,11 +12,13 @@ import pytest
 
 import kernels_pallas as kernels
 from tests.kernels import harness
+from tests.kernels.mosaic_gpu_harness import MOSAIC_GPU
 from tests.kernels.mosaic_tpu_harness import MOSAIC_TPU
 from tests.kernels.scenes import Pages, Scene, Shape, expected
 
 HARNESSES: dict[kernels.Backend, harness.Harness] = {
-    "reference": harness.REFERENCE, "xla": harness.XLA, "cpu_native": harness.XLA, "mosaic_tpu": MOSAIC_TPU}
+    "reference": harness.REFERENCE, "xla": harness.XLA, "cpu_native": harness.XLA, "mosaic_gpu": MOSAIC_GPU,
+    "mosaic_tpu": MOSAIC_TPU}
 
 
 def skip_unsupported(shape: Shape, backend: kernels.Backend) -> None:

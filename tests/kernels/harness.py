@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kernels_pallas import AttentionSpec
 from kernels_pallas.api import Pool
@@ -25,6 +26,7 @@ class Harness:
             that the backend does not support are skipped.
         examples: random batches of each shape; an interpreted kernel has time for few.
         running: entered around each call, for kernels that need an interpreter.
+        marks: of every test of the backend.
     """
 
     to_pool: Callable[[Pages, AttentionSpec], Pool]
@@ -33,6 +35,7 @@ class Harness:
     tiny: Shape
     examples: int = 15
     running: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    marks: Collection[pytest.MarkDecorator] = ()
 
 
 # Every group size from 1 to 5, head dims from 16 to 128 (powers of two or not), every page size in use, more decode

@@ -16,9 +16,11 @@ import kernels_pallas as kernels
 from tests.kernels.backends import HARNESSES, assert_right, bits, run, skip_unsupported
 from tests.kernels.scenes import PADDING, Scene, Seq, Shape, expected, make_scene, quantized, rearranged, scenes
 
-each_backend = pytest.mark.parametrize("backend", HARNESSES)
-each_shape = pytest.mark.parametrize("backend, name", [(backend, name) for backend in HARNESSES
-                                                       for name in HARNESSES[backend].shapes])
+each_backend = pytest.mark.parametrize(
+    "backend", [pytest.param(backend, marks=side.marks) for backend, side in HARNESSES.items()])
+each_shape = pytest.mark.parametrize(
+    "backend, name", [pytest.param(backend, name, marks=side.marks) for backend, side in HARNESSES.items()
+                      for name in side.shapes])
 
 
 def examples(backend: kernels.Backend, share: float = 1.0):
