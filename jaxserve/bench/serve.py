@@ -61,6 +61,7 @@ async def drive(target: Target, conversations: Sequence[Conversation], arrivals:
             prompt = continued(said, answer.text, answer.token_ids, turn)
             said, answer = prompt, Exchange(scheduled)
             exchanges[number].append(answer)
+            await _until(scheduled)
             try:
                 async with asyncio.timeout_at(None if timeout is None else scheduled + timeout):
                     await target.send(prompt, turn.max_tokens, answer)
@@ -70,7 +71,6 @@ async def drive(target: Target, conversations: Sequence[Conversation], arrivals:
             if answer.error is not None:
                 return  # there is nothing to go on with
             scheduled = clock() + think_time
-            await _until(scheduled)
 
     try:
         async with asyncio.TaskGroup() as group:

@@ -93,9 +93,10 @@ def test_a_stall_is_charged_to_all_who_came_meanwhile():
 
 def test_turns_go_on_from_the_answers():
     server = FakeServer()
-    first, second, third = virtual_time.run(drive(server, conversations(1, turns=3, max_tokens=2), Closed(1),
-                                                  think_time=5.0))
-    assert [prompt for _, prompt in server.prompts] == [[0], [0, 100, 101, 0], [0, 100, 101, 0, 100, 101, 0]]
+    first, second, third, other, *_ = virtual_time.run(drive(server, conversations(2, turns=3, max_tokens=2), Closed(1),
+                                                             think_time=5.0))
+    assert [prompt for _, prompt in server.prompts[:3]] == [[0], [0, 100, 101, 0], [0, 100, 101, 0, 100, 101, 0]]
+    assert other.sent == third.chunks[-1].at  # nobody thinks after the last answer
     assert second.scheduled == pytest.approx(first.chunks[-1].at + 5.0) == pytest.approx(second.sent)
     assert third.ttft == pytest.approx(0.5)
 
