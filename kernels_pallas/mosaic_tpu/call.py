@@ -1,4 +1,8 @@
-"""Both phases as one `pallas_call` over the whole pool, which it updates in place."""
+"""Both phases as one `pallas_call` over the whole pool, which it updates in place.
+
+The kernel is one program without a grid: its phases, and the copies that run ahead from one tile to the next, are one
+sequence. On v5p, where two cores make a device, one of them works.
+"""
 
 from __future__ import annotations
 
