@@ -24,6 +24,7 @@ from kernels_pallas import _compat
 from kernels_pallas.mosaic_gpu.layout import WGMMA_ROWS, KVBlocks
 
 Ref = Any
+_Accumulator: Any = plgpu.WGMMAAccumulatorRef
 
 ROWS_AND_COLUMNS = plgpu.Layout.WGMMA
 ROWS = plgpu.Layout.WGMMA.reduce(1)       # a value for each row of a wgmma result
@@ -74,7 +75,7 @@ def full(shape: tuple[int, ...], value: float, layout) -> jax.Array:
     return laid_out(jnp.full(shape, value, jnp.float32), layout)
 
 
-def iota(shape: tuple[int, int], axis: int) -> jax.Array:
+def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
     if is_interpreted():
         return lax.broadcasted_iota(jnp.int32, shape, axis)
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=ROWS_AND_COLUMNS)
@@ -92,21 +93,21 @@ def matmul_t(a: Ref, b: Ref, meanwhile: Callable[[], None] = lambda: None) -> ja
         meanwhile()
         return acc[...]
 
-    return pl.run_scoped(product, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
+    return pl.run_scoped(product, _Accumulator((a.shape[0], b.shape[0]), jnp.float32))
 
 
 def add_matmul(acc: jax.Array, a: jax.Array, b: Ref) -> jax.Array:
     """acc f32[M, N] + a [M, K] @ b [K, N], a in registers."""
     if is_interpreted():
         return acc + _dot(a, b[...])
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(_Accumulator.init(acc))
 
 
 def add_t_matmul_t(acc: jax.Array, a: Ref, b: Ref) -> jax.Array:
     """acc f32[M, N] + a [K, M]^T @ b [N, K]^T."""
     if is_interpreted():
         return acc + _dot(a[...].T, b[...].T)
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a.T, b.T))(plgpu.ACC.init(acc))
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a.T, b.T))(_Accumulator.init(acc))
 
 
 def store_transposed(ref: Ref, x: jax.Array) -> None:
@@ -124,12 +125,12 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
 
 
-def along_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A value for each row, for all columns."""
     return lax.broadcast_in_dim(x, shape, (0,))
 
 
-def along_columns(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def along_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, (1,))
 
 
