@@ -11,7 +11,7 @@ from jaxserve.errors import ConfigError, unknown_names
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
 # As kernels_pallas.Backend, which cannot be imported here without jax.
-AttentionBackend = Literal["auto", "reference", "xla", "mosaic_tpu"]
+AttentionBackend = Literal["auto", "reference", "xla", "cpu_native", "mosaic_gpu", "mosaic_tpu"]
 CompileMode = Literal["lazy", "eager"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
