@@ -35,7 +35,9 @@ from jaxserve.inputs import (
 from jaxserve.models.params import DecoderParams
 from jaxserve.outputs import RequestOutput, StreamEvent
 from jaxserve.runtime.executables import Executables
+from jaxserve.runtime.host_memory import LOGITS_WORTH_KEEPING, give_back, keep_large_blocks
 from jaxserve.runtime.planning import plan_engine, resolve_dtype
+from jaxserve.runtime.programs import EnginePlan
 from jaxserve.runtime.runner import Runner
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.weights.arrays import params_from_arrays
@@ -85,12 +87,20 @@ class LLM:
         plan = plan_engine(source.spec, self._dtype, engine_config, valid_vocab, device, weights_loaded=on_device)
         self.config: ResolvedConfig = plan.config
         executables = Executables(plan.lower, engine_config.compilation_cache_dir)
+        if device.platform == "cpu" and plan.logits_bytes > LOGITS_WORTH_KEEPING:
+            keep_large_blocks()
         opened = time.perf_counter()
+        source.check()
+        # Before the weights are loaded, so that what XLA needs meanwhile does not come on top of them.
+        if engine_config.compile_mode == "eager":
+            _compile_all(plan, executables)
+        compiled = time.perf_counter()
         sharding = jax.sharding.SingleDeviceSharding(device)
         if params is None:
             placed = source.load(self._dtype, sharding)
         else:
             placed = params_from_arrays(params, source.spec, source.name_map, name_map, self._dtype, sharding)
+        give_back()  # what reading and dequantising took
         loaded = time.perf_counter()
 
         runner = self._runner = Runner(plan, placed, executables)
@@ -99,19 +109,16 @@ class LLM:
                                     source.generation_config if engine_config.use_generation_config else {},
                                     engine_config.seed)
         self._texts = None if self.tokenizer is None else TokenTexts(self.tokenizer)
-        eager = engine_config.compile_mode == "eager"
-        if eager:
-            _compile_all(runner)
         runner.reset_state()
-        if eager:
+        if engine_config.compile_mode == "eager":
             runner.mark_warm()
         self._core = EngineCore(Scheduler(plan.config), runner)
         self._thread = EngineThread(self._core, on_close=runner.close)
         # The engine's thread knows nothing of this object, so dropping the last reference ends it.
         self._finalizer = weakref.finalize(self, self._thread.close)
-        logger.info("%s ready in %.1f s: opened in %.1f, weights (%s) in %.1f, engine in %.1f", source.description,
-                    time.perf_counter() - started, opened - started, self._dtype, loaded - opened,
-                    time.perf_counter() - loaded)
+        logger.info("%s ready in %.1f s: opened in %.1f, compiled in %.1f, weights (%s) in %.1f, engine in %.1f",
+                    source.description, time.perf_counter() - started, opened - started, compiled - opened,
+                    self._dtype, loaded - compiled, time.perf_counter() - loaded)
 
     # -- offline
 
@@ -536,9 +543,9 @@ def _open_source(model: str | PathLike[str] | None, config: Mapping[str, Any] | 
     return open_model(model, max_model_len)
 
 
-def _compile_all(runner: Runner) -> None:
-    with progress_bar(len(runner.plan.programs), desc="Compiling", unit="program", leave=False) as bar:
-        runner.compile(lambda _: bar.update(1))
+def _compile_all(plan: EnginePlan, executables: Executables) -> None:
+    with progress_bar(len(plan.programs), desc="Compiling", unit="program", leave=False) as bar:
+        executables.compile_all(plan.programs, lambda _: bar.update(1))
 
 
 def _is_last(event: StreamEvent) -> bool:

@@ -12,7 +12,8 @@ from jaxserve.cli.main import main
 def test_everything_that_replaces_something_of_vllm_exists():
     readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
     section = readme.split("## Coming from vLLM")[1].split("\n## ")[0]
-    replacements = re.findall(r"`([^`]+)`", "\n".join(line.split("|")[2] for line in section.splitlines() if "|" in line))
+    column = "\n".join(line.split("|")[2] for line in section.splitlines() if "|" in line)
+    replacements = re.findall(r"`([^`]+)`", column)
     assert len(replacements) > 10
     for name in replacements:
         if name.startswith("jaxserve "):

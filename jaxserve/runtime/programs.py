@@ -57,6 +57,11 @@ class EnginePlan:
     def weights_bytes(self) -> int:
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.params))
 
+    @property
+    def logits_bytes(self) -> int:
+        """Of the largest decode step; its temporaries are a few times that."""
+        return self.config.max_num_seqs * self.config.vocab_size * 4
+
     def init_state(self) -> DeviceState:
         """An empty pool and empty slots. Jit it with `out_shardings`."""
         config = self.config

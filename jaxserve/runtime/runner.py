@@ -8,7 +8,7 @@ scheduler recomputes (see EngineCore).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from jaxserve.models.params import DecoderParams
 from jaxserve.runtime.batch import pack
 from jaxserve.runtime.buckets import Bucket, choose_bucket, prefill_capacity
 from jaxserve.runtime.executables import Executables, compilations
-from jaxserve.runtime.programs import ADMIT, EnginePlan, Program
+from jaxserve.runtime.host_memory import give_back
+from jaxserve.runtime.programs import ADMIT, EnginePlan
 from jaxserve.runtime.state import DeviceState
 from jaxserve.runtime.step import FAILED, StepOutput
 from jaxserve.sampling import slots as slot_state
@@ -89,10 +90,6 @@ class Runner:
                 if not leaf.is_deleted():
                     leaf.delete()
             self.state = None
-
-    def compile(self, on_done: Callable[[Program], None] | None = None) -> None:
-        """Compiles everything that any request can need."""
-        self._executables.compile_all(self.plan.programs, on_done)
 
     def mark_warm(self) -> None:
         """From here on, `metrics` counts compilations as unwanted."""
@@ -230,6 +227,7 @@ class Runner:
         self._delete_state()
         self._executables.clear()
         self._weights = self._last_output = None  # type: ignore[assignment]
+        give_back()
 
 
 def _in_dtypes_of(wanted: DecoderParams, params: DecoderParams) -> DecoderParams:
