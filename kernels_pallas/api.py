@@ -157,13 +157,16 @@ def why_not(backend: Backend, device: Any, spec: AttentionSpec) -> str | None:
 
 def choose_backend(device: Any, spec: AttentionSpec) -> Choice:
     """The fastest backend that can serve this spec on this device; arguments as for `why_not`."""
-    objections = {backend: why_not(backend, device, spec) for backend in _NEEDS}
-    chosen = next(backend for backend, objection in objections.items() if objection is None)
+    objections: list[str] = []
+    for backend in _NEEDS:
+        objection = why_not(backend, device, spec)
+        if objection is None:
+            break
+        objections.append(objection)
     kind = device.device_kind
     if device.platform == "gpu":
         kind += f" (compute capability {device.compute_capability})"
-    faster = "; ".join(objection for objection in objections.values() if objection is not None)
-    return Choice(chosen, f"{kind}: {faster}" if faster else f"nothing faster is built for {kind}")
+    return Choice(backend, f"{kind}: {'; '.join(objections)}" if objections else f"nothing faster is built for {kind}")
 
 
 def _known(backend: Backend) -> Backend:
