@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.api import AttentionSpec
 from kernels_pallas.mosaic_tpu.blocks import Case
 from kernels_pallas.mosaic_tpu.copies import Group, Visit, start, wait
-from kernels_pallas.mosaic_tpu.layout import LANES, row_part, whole_rows
+from kernels_pallas.mosaic_tpu.layout import LANES, row_lanes, row_part, scale_lanes, whole_rows
 from kernels_pallas.mosaic_tpu.plan import Tiles
 
 # A running maximum starts above what masked scores are set to: then exp(masked - maximum) is 0 even in a step
@@ -40,7 +40,7 @@ def attend_scratch(case: Case, q_dtype, out_dtype, spec: AttentionSpec) -> dict:
     K, width, kv_tokens = spec.num_kv_heads, row_part(spec), case.pages * spec.page_size
     return {
         "q": pltpu.VMEM((case.slots, K, case.tile_rows, width), q_dtype),
-        "kv": pltpu.VMEM((case.slots, K, kv_tokens, 2 * spec.head_dim), jnp.dtype(spec.dtype)),
+        "kv": pltpu.VMEM((case.slots, K, kv_tokens, row_lanes(spec)), jnp.dtype(spec.dtype)),
         "out": pltpu.VMEM((2, K, case.tile_rows, width), out_dtype),
         # Maximum and sum of each row, repeated over the lanes: so they meet scores without a shuffle.
         "top": pltpu.VMEM((K, case.tile_rows, LANES), jnp.float32),
@@ -48,7 +48,7 @@ def attend_scratch(case: Case, q_dtype, out_dtype, spec: AttentionSpec) -> dict:
         "acc": pltpu.VMEM((K, case.tile_rows, width), jnp.float32),
         "q_arrived": pltpu.SemaphoreType.DMA((case.slots,)),
         "kv_arrived": pltpu.SemaphoreType.DMA((case.slots,)),
-        **({"scales": pltpu.VMEM((case.slots, case.pages, K, 2 * spec.page_size), jnp.float32)}
+        **({"scales": pltpu.VMEM((case.slots, case.pages, K, scale_lanes(spec)), jnp.float32)}
            if spec.quantized else {}),
         "out_left": pltpu.SemaphoreType.DMA((2,)),
     }
@@ -175,7 +175,7 @@ def attend(case: Case, tiles: Tiles, tables, q, pool: dict, sinks, out, base: ja
             key_scales, value_scales = scale_rows(slot, 0), scale_rows(slot, 1)
         for head in range(K):
             queries = scratch["q"][tile % case.slots, head].astype(operand)                 # [rows, Dq]
-            kv = scratch["kv"][slot, head].astype(operand)                                  # [tokens, 2D]
+            kv = scratch["kv"][slot, head].astype(operand)                                  # [tokens, row_lanes]
             keys, values = (kv, kv) if whole_rows(spec) else (kv[:, :D], kv[:, D:])
             scores = lax.dot_general(queries, keys, (((1,), (1,)), ((), ())), precision=precision,
                                      preferred_element_type=jnp.float32) * spec.scale

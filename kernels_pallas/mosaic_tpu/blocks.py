@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from kernels_pallas.api import AttentionSpec
-from kernels_pallas.mosaic_tpu.layout import LANES, round_up, row_part, tile_rows
+from kernels_pallas.mosaic_tpu.layout import LANES, round_up, row_lanes, row_part, tile_rows
 
 # Bytes of one KV buffer, and bounds of the step in tokens: matrix units want 128 at least, and scores of a step
 # (rows x tokens in float32) want to stay near the registers.
@@ -44,7 +44,7 @@ class Case:
 
 
 def _pages(name: str, spec: AttentionSpec) -> int:
-    token_bytes = 2 * spec.num_kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+    token_bytes = spec.num_kv_heads * row_lanes(spec) * jnp.dtype(spec.dtype).itemsize
     tokens = min(max(_KV_BYTES // token_bytes, _MIN_KV_TOKENS), KV_TOKENS[name])
     return max(1, tokens // spec.page_size)
 
@@ -58,7 +58,7 @@ def prefill_case(spec: AttentionSpec) -> Case:
     rows, slots = spec.query_block * (spec.num_heads // spec.num_kv_heads), 2
     # Of a row: buffers of queries and outputs, and in float32 the accumulator, the maximum and the sum.
     q_bytes = 4 if spec.dtype == "float32" else 2
-    row_bytes = spec.num_kv_heads * (round_up(row_part(spec), LANES) * (q_bytes * (slots + 2) + 4) + 2 * 4 * LANES)
+    row_bytes = spec.num_kv_heads * (row_part(spec) * (q_bytes * (slots + 2) + 4) + 2 * 4 * LANES)
     most_rows = min(PREFILL_ROWS, _PREFILL_BYTES // row_bytes)
     # Blocks are put together by DMA, which needs each to be a whole number of hardware tiles.
     query_blocks = max(1, most_rows // rows) if rows % tile_rows(jnp.bfloat16) == 0 else 1

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.api import AttentionSpec
 from kernels_pallas.mosaic_tpu.attend import LOWEST, attend, attend_scratch
 from kernels_pallas.mosaic_tpu.blocks import Case, decode_case, prefill_case
-from kernels_pallas.mosaic_tpu.layout import LANES, join_outputs, new_rows, new_scales, split_queries
+from kernels_pallas.mosaic_tpu.layout import LANES, join_outputs, new_rows, new_scales, row_lanes, split_queries
 from kernels_pallas.mosaic_tpu.plan import Plan, scalars
 from kernels_pallas.mosaic_tpu.write import write_pages, write_scratch
 from kernels_pallas.quantize import quantize
@@ -36,7 +36,7 @@ def _cost(plan: Plan, q: jax.Array, spec: AttentionSpec) -> pl.CostEstimate:
     num_seqs = sum(tiles.table.shape[0] for tiles in (plan.decode, plan.prefill) if tiles is not None)
     tokens = plan.tables.size * spec.page_size // 2
     rows_a_seq = max(1, q.shape[0] // num_seqs)
-    row_bytes = 2 * spec.num_kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+    row_bytes = spec.num_kv_heads * row_lanes(spec) * jnp.dtype(spec.dtype).itemsize
     return pl.CostEstimate(
         flops=4 * tokens * rows_a_seq * spec.num_heads * spec.head_dim,
         transcendentals=tokens * rows_a_seq * spec.num_heads,

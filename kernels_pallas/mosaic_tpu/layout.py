@@ -1,6 +1,6 @@
 """How the TPU kernel wants its arrays.
 
-A page is `[K, N, 2 * D]`: for each kv head the rows of its tokens, a token's key and value side by side in one
+A page is `[K, N, row_lanes]`: for each kv head the rows of its tokens, a token's key and value side by side in one
 row. So
 
 - one DMA brings K and V of all heads of a page;
@@ -12,9 +12,11 @@ Where D is no multiple of 128 lanes the kernel never cuts a row in two. Queries 
 product over the whole row is q.k, and the output is taken from V's lanes of weights times whole rows. Both cost
 nothing as long as 2 * D fills the same lanes as D.
 
-The float32 scales of a quantised page are `[K, 2 * N]`: a row of the keys' scales and then one of the values' for each
-head, along the lanes, as scores have their tokens. A lane row of 128 is filled when N is 64 or more; smaller pages are
-padded to it in memory.
+The float32 scales of a quantised page are `[K, scale_lanes]`: for each head those of the keys and then those of the
+values, along the lanes, as scores have their tokens.
+
+Rows are padded with zeros to the whole 128 lanes that they take anyhow. Else XLA would rather store the arrays with the
+pages along the lanes, and turn the whole pool round before and after each step.
 """
 
 from __future__ import annotations
@@ -49,9 +51,17 @@ def whole_rows(spec: AttentionSpec) -> bool:
     return spec.head_dim % LANES != 0
 
 
+def row_lanes(spec: AttentionSpec) -> int:
+    return round_up(2 * spec.head_dim, LANES)
+
+
 def row_part(spec: AttentionSpec) -> int:
     """Lanes of a query and of an output row."""
-    return 2 * spec.head_dim if whole_rows(spec) else spec.head_dim
+    return row_lanes(spec) if whole_rows(spec) else spec.head_dim
+
+
+def scale_lanes(spec: AttentionSpec) -> int:
+    return round_up(2 * spec.page_size, LANES)
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
@@ -63,30 +73,32 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 
 def pool_spec(spec: AttentionSpec) -> dict[str, jax.ShapeDtypeStruct]:
-    pages, K, N, D = spec.num_layers * spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim
-    pool = {"kv": jax.ShapeDtypeStruct((pages, K, N, 2 * D), jnp.dtype(spec.dtype))}
+    pages, K, N = spec.num_layers * spec.num_pages, spec.num_kv_heads, spec.page_size
+    pool = {"kv": jax.ShapeDtypeStruct((pages, K, N, row_lanes(spec)), jnp.dtype(spec.dtype))}
     if spec.quantized:
-        pool["scales"] = jax.ShapeDtypeStruct((pages, K, 2 * N), jnp.float32)
+        pool["scales"] = jax.ShapeDtypeStruct((pages, K, scale_lanes(spec)), jnp.float32)
     return pool
 
 
 def new_rows(k: jax.Array, v: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """k, v [T, K, D] -> f32 [T, K, 2D], values of the pool's dtype.
+    """k, v [T, K, D] -> f32 [T, K, row_lanes], values of the pool's dtype.
 
     The token axis comes first because a DMA may start at any index of an untiled axis; float32, because single rows
     of narrower types share a register row, and cannot be moved alone.
     """
-    return jnp.concatenate([k, v], axis=-1).astype(spec.dtype).astype(jnp.float32)
+    rows = jnp.concatenate([k, v], axis=-1).astype(spec.dtype).astype(jnp.float32)
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, row_lanes(spec) - rows.shape[-1])))
 
 
 def new_scales(k_scales: jax.Array, v_scales: jax.Array, source: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """k_scales, v_scales f32[T, K] -> f32[U, K, 2N], laid out like the pages whose row 0 is token row `source` i32[U].
+    """k_scales, v_scales f32[T, K] -> f32[U, K, scale_lanes], like the pages whose row 0 is token row `source` i32[U].
 
     Places that no row of the call belongs to hold anything.
     """
     rows = jnp.clip(source[:, None] + jnp.arange(spec.page_size), 0, k_scales.shape[0] - 1)
     pages = jnp.stack([k_scales, v_scales], axis=-1)[rows]                              # [U, N, K, 2]
-    return pages.transpose(0, 2, 3, 1).reshape(source.shape[0], spec.num_kv_heads, 2 * spec.page_size)
+    pages = pages.transpose(0, 2, 3, 1).reshape(source.shape[0], spec.num_kv_heads, 2 * spec.page_size)
+    return jnp.pad(pages, ((0, 0), (0, 0), (0, scale_lanes(spec) - 2 * spec.page_size)))
 
 
 def split_queries(q: jax.Array, num_decode: int, decode_rows: int, spec: AttentionSpec) -> dict[str, jax.Array | None]:
@@ -110,13 +122,13 @@ def split_queries(q: jax.Array, num_decode: int, decode_rows: int, spec: Attenti
 
 def join_outputs(out: dict[str, jax.Array | None], valid: jax.Array, spec: AttentionSpec) -> jax.Array:
     """The inverse of `split_queries` for outputs: [T, H, D], zero where not `valid` [T]."""
-    K, H = spec.num_kv_heads, spec.num_heads
-    G = H // K
+    K, H, D = spec.num_kv_heads, spec.num_heads, spec.head_dim
+    G, part = H // K, slice(D, 2 * D) if whole_rows(spec) else slice(D)
     parts = []
     if (decode := out["decode"]) is not None:
-        parts.append(decode[:, :, :G, -spec.head_dim:].reshape(-1, H, spec.head_dim))
+        parts.append(decode[:, :, :G, part].reshape(-1, H, D))
     if (prefill := out["prefill"]) is not None:
-        rows = prefill[..., -spec.head_dim:].reshape(-1, K, spec.query_block, G, spec.head_dim)
-        parts.append(rows.transpose(0, 2, 1, 3, 4).reshape(-1, H, spec.head_dim))
+        rows = prefill[..., part].reshape(-1, K, spec.query_block, G, D)
+        parts.append(rows.transpose(0, 2, 1, 3, 4).reshape(-1, H, D))
     # The kernel leaves blocks of padding unwritten, whatever was in that memory.
     return jnp.where(valid[:, None, None], jnp.concatenate(parts), 0)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.api import AttentionSpec
 from kernels_pallas.mosaic_tpu.copies import Group, Visit, start, wait
-from kernels_pallas.mosaic_tpu.layout import write_rows
+from kernels_pallas.mosaic_tpu.layout import row_lanes, scale_lanes, write_rows
 from kernels_pallas.mosaic_tpu.plan import Writes
 
 # Pieces in flight: half of them on their way in, half on their way out.
@@ -24,7 +24,7 @@ _AHEAD = _SLOTS // 2
 
 
 def write_scratch(spec: AttentionSpec) -> dict:
-    B, K, width = write_rows(spec), spec.num_kv_heads, 2 * spec.head_dim
+    B, K, width = write_rows(spec), spec.num_kv_heads, row_lanes(spec)
     scratch = {
         "pieces": pltpu.VMEM((_SLOTS, K, B, width), jnp.dtype(spec.dtype)),
         "rows": pltpu.VMEM((_SLOTS, B, K, width), jnp.float32),
@@ -32,7 +32,7 @@ def write_scratch(spec: AttentionSpec) -> dict:
         "written": pltpu.SemaphoreType.DMA((_SLOTS,)),
     }
     if spec.quantized:
-        scales = pltpu.VMEM((_SLOTS, K, 2 * spec.page_size), jnp.float32)
+        scales = pltpu.VMEM((_SLOTS, K, scale_lanes(spec)), jnp.float32)
         scratch |= {"scales": scales, "new_scales": scales}
     return scratch
 
@@ -40,8 +40,8 @@ def write_scratch(spec: AttentionSpec) -> dict:
 def write_pages(writes: Writes, rows, scales, pool: dict, base: jax.Array, scratch: dict, spec: AttentionSpec) -> None:
     """Returns when all pages are written.
 
-    rows f32[T, K, 2D], scales f32[U, K, 2N] (None: not quantised) and the pool in HBM; `base` is the layer's first
-    page.
+    rows f32[T, K, row_lanes], scales f32[U, K, scale_lanes] (None: not quantised) and the pool in HBM; `base` is the
+    layer's first page.
     """
     B, N = write_rows(spec), spec.page_size
     count = writes.count[0]
@@ -102,10 +102,10 @@ def write_pages(writes: Writes, rows, scales, pool: dict, base: jax.Array, scrat
         wait(arriving(u))
         slot = u % _SLOTS
         first, last = writes.first[u], writes.last[u]
-        row = lax.broadcasted_iota(jnp.int32, (B, 2 * spec.head_dim), 0)
+        row = lax.broadcasted_iota(jnp.int32, (B, row_lanes(spec)), 0)
 
         def merge(new_rows) -> None:
-            """new_rows(head): what the head's rows become where they are new, [B, 2D] or [1, 2D]."""
+            """new_rows(head): what the head's rows become where they are new, [B, lanes] or [1, lanes]."""
             for head in range(spec.num_kv_heads):
                 old = scratch["pieces"][slot, head].astype(jnp.float32)
                 merged = jnp.where((row >= first) & (row < last), new_rows(head), old)
@@ -123,8 +123,8 @@ def write_pages(writes: Writes, rows, scales, pool: dict, base: jax.Array, scrat
             merge(lambda head: scratch["rows"][slot, :, head, :])
 
         if spec.quantized:
-            lane = lax.broadcasted_iota(jnp.int32, (spec.num_kv_heads, 2 * N), 1)
-            lane = jnp.where(lane < N, lane, lane - N)
+            lane = lax.broadcasted_iota(jnp.int32, (spec.num_kv_heads, scale_lanes(spec)), 1)
+            lane = jnp.where(lane < N, lane, lane - N)  # padding stays beyond N
             new = (lane >= first) & (lane < last)
             scratch["scales"][slot] = jnp.where(new, scratch["new_scales"][slot], scratch["scales"][slot])
         start(leaving(u))

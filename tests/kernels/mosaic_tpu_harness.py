@@ -13,6 +13,7 @@ import numpy as np
 from kernels_pallas import AttentionSpec
 from kernels_pallas._compat import tpu_interpreter
 from kernels_pallas.mosaic_tpu import blocks
+from kernels_pallas.mosaic_tpu.layout import row_lanes, scale_lanes
 from tests.kernels.harness import Harness
 from tests.kernels.scenes import Pages, Shape
 
@@ -32,19 +33,25 @@ def interpreted() -> Iterator[None]:
 
 def to_pool(pages: Pages, spec: AttentionSpec) -> dict[str, jnp.ndarray]:
     kv = np.concatenate(list(pages.values), axis=-1).swapaxes(2, 3)                      # [L, P, K, N, 2D]
+    kv = np.pad(kv, ((0, 0),) * 4 + ((0, row_lanes(spec) - kv.shape[-1]),))
     pool = {"kv": jnp.asarray(kv.reshape(-1, *kv.shape[2:]))}
     if pages.scales is not None:
         scales = np.concatenate(list(pages.scales.swapaxes(3, 4)), axis=-1)              # [L, P, K, 2N]
+        padding = scale_lanes(spec) - scales.shape[-1]
+        scales = np.pad(scales, ((0, 0), (0, 0), (0, 0), (0, padding)), constant_values=np.nan)
         pool["scales"] = jnp.asarray(scales.reshape(-1, *scales.shape[2:]))
     return pool
 
 
 def from_pool(pool: dict[str, jnp.ndarray], spec: AttentionSpec) -> Pages:
-    def halves(leaf: jnp.ndarray) -> np.ndarray:                                         # [2, L, P, ...]
-        return np.stack(np.split(np.asarray(leaf).reshape(spec.num_layers, spec.num_pages, *leaf.shape[1:]), 2, -1))
+    def halves(leaf: np.ndarray) -> np.ndarray:                                          # [2, L, P, ...]
+        return np.stack(np.split(leaf.reshape(spec.num_layers, spec.num_pages, *leaf.shape[1:]), 2, -1))
 
-    values = np.ascontiguousarray(halves(pool["kv"]).swapaxes(3, 4))
-    return Pages(values, np.ascontiguousarray(halves(pool["scales"]).swapaxes(3, 4)) if spec.quantized else None)
+    values = np.ascontiguousarray(halves(np.asarray(pool["kv"])[..., :2 * spec.head_dim]).swapaxes(3, 4))
+    if not spec.quantized:
+        return Pages(values, None)
+    scales = np.asarray(pool["scales"])[..., :2 * spec.page_size]
+    return Pages(values, np.ascontiguousarray(halves(scales).swapaxes(3, 4)))
 
 
 # An interpreted step takes milliseconds, so: few rows, short contexts, and only what is different for this kernel.

@@ -12,7 +12,7 @@ import kernels_pallas as kernels
 def model(heads: int, kv_heads: int, head_dim: int, dtype: str = "bfloat16", page_size: int = 16,
           **more) -> kernels.AttentionSpec:
     return kernels.AttentionSpec(
-        num_layers=4, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, num_pages=1024, page_size=page_size,
+        num_layers=4, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, num_pages=4096, page_size=page_size,
         dtype=dtype, scale=head_dim**-0.5, **more)
 
 
