@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,7 +17,7 @@ _MOSAIC = "mosaic"  # the directory of what Mosaic GPU dumps
 
 @dataclass(frozen=True, kw_only=True)
 class KernelUse:
-    """Of one kernel; `shared_bytes` is what it declares, without what its launch adds.
+    """Of one kernel; `shared_bytes` is what it declares, of a Pallas kernel with what its launch adds.
 
     `pallas`: written in Pallas Mosaic GPU; else it is XLA's own.
     """
@@ -48,7 +48,7 @@ def dump_environment(environment: Mapping[str, str], dump_dir: str) -> dict[str,
         flags += " --xla_dump_emitter_re=ptx"  # there PTX is written only when asked for
     return dict(environment) | {
         "XLA_FLAGS": f"{environment.get('XLA_FLAGS', '')} {flags}".strip(), "MOSAIC_GPU_DUMP_PTX": "1",
-        "MOSAIC_GPU_DUMP_TO": str(mosaic)}
+        "MOSAIC_GPU_DUMP_MLIR_PASSES": "1", "MOSAIC_GPU_DUMP_TO": str(mosaic)}
 
 
 def take_dumped(dump_dir: str, arch: str) -> tuple[KernelUse, ...]:
@@ -60,10 +60,22 @@ def take_dumped(dump_dir: str, arch: str) -> tuple[KernelUse, ...]:
     kernels = []
     for path in sorted(Path(dump_dir).rglob("*")):
         if path.suffix == ".ptx" and ".entry" in path.read_text(errors="replace"):
-            kernels += _assemble(path, arch, pallas=Path(dump_dir, _MOSAIC) in path.parents)
+            pallas = Path(dump_dir, _MOSAIC) in path.parents
+            dynamic = launch_shared_bytes(path.with_suffix(".mlir-passes.log")) if pallas else 0
+            kernels += [replace(kernel, shared_bytes=kernel.shared_bytes + dynamic)
+                        for kernel in _assemble(path, arch, pallas)]
+    for path in Path(dump_dir).rglob("*"):
         if path.is_file():
             path.unlink()
     return tuple(kernels)
+
+
+def launch_shared_bytes(passes: Path) -> int:
+    """The shared memory that a Mosaic GPU kernel is launched with, from the log of its compiler passes."""
+    text = passes.read_text(errors="replace") if passes.is_file() else ""
+    size = re.search(r"dynamic_shared_memory_size (%\w+)", text)
+    value = re.search(rf"{size[1]} = arith\.constant (\d+)", text) if size else None
+    return int(value[1]) if value else 0
 
 
 def _assemble(path: Path, arch: str, pallas: bool) -> list[KernelUse]:

@@ -7,7 +7,7 @@ import pytest
 from jaxserve.capacity import jobs
 from jaxserve.capacity.footprint import first_layers
 from jaxserve.capacity.models import find_model
-from jaxserve.capacity.ptx import KernelUse, parse_report
+from jaxserve.capacity.ptx import KernelUse, launch_shared_bytes, parse_report
 from jaxserve.capacity.targets import parse_target
 
 OPTIONS = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32, "page_size": 16, "deterministic": True}
@@ -83,3 +83,11 @@ ptxas info    : Used 12 registers, used 0 barriers, 380 bytes cmem[0]
     assert parse_report(report, pallas=True) == [
         KernelUse(name="attend", pallas=True, registers=168, spill_bytes=20, shared_bytes=4096),
         KernelUse(name="copy", pallas=True, registers=12, spill_bytes=0, shared_bytes=0)]
+
+
+def test_shared_memory_of_a_launch_is_read_from_the_passes_of_mosaic_gpu(tmp_path):
+    log = tmp_path / "body_0.mlir-passes.log"
+    log.write_text("%c384 = arith.constant 384 : index\n%c117888_i32 = arith.constant 117888 : i32 loc(#loc1)\n"
+                   "%2 = gpu.launch async [%0] threads(%c384) dynamic_shared_memory_size %c117888_i32 {\n")
+    assert launch_shared_bytes(log) == 117888
+    assert launch_shared_bytes(tmp_path / "nothing") == 0
