@@ -50,8 +50,8 @@ def resolve_dtype(dtype: str, checkpoint_dtype: str | None, device: jax.Device) 
     if dtype != "auto":
         return dtype
     if device.platform == "cpu":
-        # bfloat16 doubles the speed where jax has fast paths for it; float16 has none on CPUs.
-        return "bfloat16" if checkpoint_dtype == "bfloat16" and not CPU_SCAN_WIDENS_BFLOAT16 else "float32"
+        # bfloat16 is about 1.5 times as fast as float32; float16 has no fast path on CPUs.
+        return "bfloat16" if checkpoint_dtype == "bfloat16" else "float32"
     return checkpoint_dtype if checkpoint_dtype in ("float16", "bfloat16", "float32") else "bfloat16"
 
 

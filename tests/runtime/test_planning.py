@@ -59,12 +59,10 @@ def test_the_dtype_on_accelerators_is_the_checkpoint_s(checkpoint, on_gpu):
     assert resolve_dtype("auto", checkpoint, GPU) == on_gpu
 
 
-@pytest.mark.parametrize("widens", [True, False])
-def test_the_dtype_on_cpus_is_the_one_with_fast_paths(monkeypatch, widens):
-    monkeypatch.setattr(planning, "CPU_SCAN_WIDENS_BFLOAT16", widens)
+def test_the_dtype_on_cpus_is_the_one_with_fast_paths():
     for checkpoint in ("float32", "float16", "float64", None):
         assert resolve_dtype("auto", checkpoint, CPU) == "float32"
-    assert resolve_dtype("auto", "bfloat16", CPU) == ("float32" if widens else "bfloat16")
+    assert resolve_dtype("auto", "bfloat16", CPU) == "bfloat16"
 
 
 # -- the plan
