@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 
 # Before jax is imported anywhere. Tests need no accelerator and never reach for a model hub.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if sys.version_info < (3, 12):
-    # jax 0.10's interpreter of GPU kernels runs each warpgroup as a program, and each needs a thread of XLA's: with
-    # the two of a two-core machine it takes ten times as long.
-    os.environ.setdefault("PJRT_NPROC", "16")
+# The interpreter of GPU kernels runs each warpgroup as a program, and each needs threads of XLA's: with the two of a
+# two-core machine jax 0.10 takes ten times as long, and 0.12 may wait for ever.
+os.environ.setdefault("PJRT_NPROC", "16")
 
 import types  # noqa: E402
 from pathlib import Path  # noqa: E402

@@ -19,7 +19,7 @@ MAX_BLOCK_BYTES = 232_448
 _SM_BYTES = 233_472
 _RESERVED_BYTES = 1024
 # Barriers, alignment of swizzled buffers, and scratch of reductions across warps.
-_SLACK_BYTES = 8 * 1024
+_SLACK_BYTES = 6 * 1024
 
 # Rows of a wgmma; one warpgroup works on 64 rows of its left operand at a time.
 WGMMA_ROWS = 64
