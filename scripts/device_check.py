@@ -27,7 +27,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Device, lax
+from jax import lax
 
 import kernels_pallas as kernels
 from jaxserve.capacity.footprint import first_layers, streamed_weights
@@ -141,7 +141,7 @@ def attend(trial: Trial, backend: kernels.Backend, batch: kernels.AttentionBatch
     return np.asarray(out.astype(jnp.float32))
 
 
-def check(device: Device, smoke: bool, seed: int, in_time) -> Iterator[dict[str, Any]]:
+def check(device: Any, smoke: bool, seed: int, in_time) -> Iterator[dict[str, Any]]:
     """One row for each trial and backend."""
     rng = np.random.default_rng(seed)
     for trial in trials(smoke):
@@ -157,7 +157,7 @@ def check(device: Device, smoke: bool, seed: int, in_time) -> Iterator[dict[str,
                    "right": error <= TOLERANCE[trial.dtype]}
 
 
-def decode_step(model: str, batch: int, context: int, device: Device, bandwidth: float,
+def decode_step(model: str, batch: int, context: int, device: Any, bandwidth: float,
                 smoke: bool) -> dict[str, Any]:
     """The mean time of 32 steps in a row, as the runner launches them, and what memory alone would take."""
     spec = find_model(model).spec
@@ -205,7 +205,7 @@ def _random_weights(shape: Sequence[int], dtype: Any, key: jax.Array) -> jax.Arr
     return jnp.zeros(shape, dtype)    # bits of bfloat16
 
 
-def attention_table(device: Device, smoke: bool, bandwidth: float, in_time) -> Iterator[dict[str, Any]]:
+def attention_table(device: Any, smoke: bool, bandwidth: float, in_time) -> Iterator[dict[str, Any]]:
     """Rows as of `kernels_pallas.bench`. The kernel for all heads, the portable path for the first."""
     pool_bytes = 1 << 20 if smoke else bench.POOL_BYTES[device.platform]
     heads = ((4, 2, 64),) if smoke else HEADS
