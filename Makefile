@@ -1,6 +1,7 @@
 # Everything a contributor runs. Each target makes $(VENV) first, and nothing is installed twice.
 PYTHON ?= python3
 VENV ?= .venv
+TESTS ?=
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 
 .PHONY: check-kernels compiler help demo test test-slow test-clients drill lint bench clean
@@ -48,7 +49,7 @@ not asked for." \
 	  --message "Why is the sky blue?"
 
 test: $(VENV)/.installed-test
-	@$(VENV)/bin/python -m pytest -q
+	@$(VENV)/bin/python -m pytest -q $(TESTS)
 
 test-slow: $(VENV)/.installed-test
 	@$(VENV)/bin/python -m pytest -q -m slow
