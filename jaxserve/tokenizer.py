@@ -120,7 +120,8 @@ class Tokenizer:
             raise RequestError(
                 f"the text has a lone surrogate (U+{ord(text[e.start]):04X} at character {e.start}), which no UTF-8 "
                 "text can hold; remove or replace it", param="prompt") from None
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The batch call lets go of the interpreter lock, encode holds it: a long text would stop every other thread.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True,
                spaces_between_special_tokens: bool = True) -> str:
