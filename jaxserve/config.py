@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -86,9 +87,16 @@ class EngineConfig:
             raise ConfigError(f"page_size must be a power of two from 8 to 256, got {self.page_size}")
         if self.num_pages is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError("give num_pages or kv_cache_memory_bytes, not both")
-        if not 0.0 < self.kv_cache_memory_fraction <= 0.95:
-            raise ConfigError(
-                f"kv_cache_memory_fraction must be in (0, 0.95], got {self.kv_cache_memory_fraction}")
+        fraction = self.kv_cache_memory_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0.0 < fraction <= 0.95:
+            raise ConfigError(f"kv_cache_memory_fraction must be a number in (0, 0.95], got {fraction!r}")
+        for name in ("enable_prefix_caching", "deterministic", "use_generation_config"):
+            if not isinstance(getattr(self, name), bool):  # "no" would count as true
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise ConfigError(f"seed must be an integer, got {self.seed!r}")
+        if self.compilation_cache_dir is not None and not isinstance(self.compilation_cache_dir, str | os.PathLike):
+            raise ConfigError(f"compilation_cache_dir must be a path, got {self.compilation_cache_dir!r}")
         for name, choices in (("dtype", Dtype), ("kv_cache_dtype", KvCacheDtype),
                               ("attention_backend", AttentionBackend), ("scheduling_policy", SchedulingPolicy),
                               ("compile_mode", CompileMode)):

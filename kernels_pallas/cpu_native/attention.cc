@@ -99,7 +99,7 @@ inline float Sum(Vec x) {
 }
 
 struct Call {
-  int64_t heads, kv_heads, head_dim, group, page_size, num_pages, pages_per_seq, num_seqs, num_decode, num_tokens;
+  int64_t heads, kv_heads, head_dim, group, page_size, pages_per_seq, num_seqs, num_decode, num_tokens;
   const int32_t *tables, *kv_lens, *query_starts, *query_lens;
   int64_t first_page, window;   // window 0: all of the context
   float scale, softcap;         // softcap 0: none
@@ -374,7 +374,6 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer
   call.kv_heads = value_dims[1];
   call.page_size = value_dims[2];
   call.group = call.heads / call.kv_heads;
-  call.num_pages = num_pages;
   call.num_seqs = tables.dimensions()[0];
   call.pages_per_seq = tables.dimensions()[1];
   call.num_decode = num_decode;

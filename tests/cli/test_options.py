@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from jaxserve.cli.main import CONTEXT_SETTINGS, main
 from jaxserve.cli.options import given, options_of
 from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
 from jaxserve.field_docs import field_docs
 from jaxserve.sampling_params import SamplingParams
 
@@ -87,3 +88,13 @@ def test_help_shows_the_dataclass_defaults():
     text = " ".join(CliRunner().invoke(main, ["generate", "--help"]).output.split())
     assert "that a request may ask for. Default 20." in text
     assert "Reuse the KV pages of equal prompt prefixes. Default on." in text
+
+
+@pytest.mark.parametrize("wrong", [
+    {"deterministic": "no"}, {"enable_prefix_caching": "false"}, {"use_generation_config": 0}, {"seed": "abc"},
+    {"seed": 1.5}, {"kv_cache_memory_fraction": "0.1"}, {"compilation_cache_dir": 5}])
+def test_values_of_a_wrong_type_are_refused_by_name(wrong):
+    """A YAML file can hold anything, and so can a call from Python."""
+    (name, value), = wrong.items()
+    with pytest.raises(ConfigError, match=f"{name} must be .*{re.escape(repr(value))}"):
+        EngineConfig(**wrong)

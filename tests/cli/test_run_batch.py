@@ -55,3 +55,13 @@ def test_what_is_wrong_is_said_before_the_model_is_opened(tmp_path):
             (("-i", "-", "-o", "-", "--model", "x", "--max-num-seqs", "0"), "max_num_seqs")):
         result = run(*args, stdin=GOOD)
         assert result.exit_code == 2 and message in result.stderr
+
+
+def test_answers_never_replace_their_requests(tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text(GOOD)
+    (tmp_path / "link.jsonl").symlink_to(source)
+    for target in (source, tmp_path / "link.jsonl"):
+        result = run("-i", str(source), "-o", str(target), "--model", "x")
+        assert result.exit_code == 2 and "would replace" in result.stderr
+    assert source.read_text() == GOOD
