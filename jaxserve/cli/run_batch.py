@@ -44,7 +44,8 @@ def run_batch(source: BinaryIO, target: str, model: str, served_model_name: str 
     except ModuleNotFoundError as error:
         raise ConfigError(f"run-batch needs {error.name}: pip install 'jaxserve[serve]'") from None
 
-    if source.name != "<stdin>" and target != "-" and Path(target).exists() and Path(target).samefile(source.name):
+    from_file = source is not sys.stdin.buffer
+    if from_file and target != "-" and Path(target).exists() and Path(target).samefile(source.name):
         raise click.UsageError(f"the answers would replace their requests: --output-file {target} is the input file")
     tasks = read_tasks(source)
     if not tasks:
