@@ -36,6 +36,7 @@ from jaxserve.models.params import DecoderParams
 from jaxserve.outputs import RequestOutput, StreamEvent
 from jaxserve.runtime.executables import Executables
 from jaxserve.runtime.host_memory import LOGITS_WORTH_KEEPING, give_back, keep_large_blocks
+from jaxserve.runtime.jax_settings import own_settings
 from jaxserve.runtime.planning import plan_engine, resolve_dtype
 from jaxserve.runtime.programs import EnginePlan
 from jaxserve.runtime.runner import Runner
@@ -113,7 +114,7 @@ class LLM:
         if engine_config.compile_mode == "eager":
             runner.mark_warm()
         self._core = EngineCore(Scheduler(plan.config), runner)
-        self._thread = EngineThread(self._core, on_close=runner.close)
+        self._thread = EngineThread(self._core, on_close=runner.close, settings=own_settings)
         # The engine's thread knows nothing of this object, so dropping the last reference ends it.
         self._finalizer = weakref.finalize(self, self._thread.close)
         logger.info("%s ready in %.1f s: opened in %.1f, compiled in %.1f, weights (%s) in %.1f, engine in %.1f",
@@ -345,9 +346,17 @@ class LLM:
         params = one_params(sampling_params, options)
         return self.process_chat(messages, params, **template)
 
+    def token_ids(self, text: str, *, add_special_tokens: bool = True, must_fit: bool = True) -> list[int]:
+        """The ids of a text. Raises RequestError: there is no tokenizer, or the text is too long (see
+        Processor.encode)."""
+        if self.tokenizer is None:
+            raise RequestError("the model has no tokenizer; send token ids", "prompt")
+        return self._processor.encode(text, add_special_tokens, must_fit=must_fit)
+
     def chat_token_ids(self, messages: Messages, *, chat_template_kwargs: Mapping[str, Any] | None = None,
-                       **template: Any) -> list[int]:
-        """The prompt that a conversation makes; `template` are the options of `chat`. Raises RequestError."""
+                       must_fit: bool = True, **template: Any) -> list[int]:
+        """The prompt that a conversation makes; `template` are the options of `chat`. Raises RequestError; for
+        `must_fit` see Processor.encode."""
         if self.tokenizer is None:
             raise RequestError("the model has no tokenizer, so it cannot chat", "messages")
         variables = dict(chat_template_kwargs or {})
@@ -355,7 +364,9 @@ class LLM:
         if misplaced:
             raise RequestError(f"{', '.join(misplaced)} cannot be given as variables of the chat template",
                                "chat_template_kwargs")
-        return self.tokenizer.apply_chat_template(messages, **template, **variables)
+        self._processor.check_conversation([messages, template, variables])
+        text = self.tokenizer.render_chat(messages, **template, **variables)
+        return self._processor.encode(text, add_special_tokens=False, param="messages", must_fit=must_fit)
 
     def _submit(self, processed: ProcessedRequest, on_event: Callable[[StreamEvent], None], *,
                 patient: bool = False, request_id: str | None = None) -> str:

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
 from jaxserve.errors import CheckpointError, RequestError
+from jaxserve.text_length import token_bound
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
@@ -66,6 +67,7 @@ class Tokenizer:
         self.bos_id: int | None = backend.token_to_id(known["bos_token"]) if "bos_token" in known else None
         eos = backend.token_to_id(known["eos_token"]) if "eos_token" in known else None
         self.eos_ids: frozenset[int] = frozenset(eos_ids) | (frozenset() if eos is None else {eos})
+        self._bound = token_bound(backend)
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
@@ -108,18 +110,27 @@ class Tokenizer:
             config["chat_template"] = [{"name": n, "template": t} for n, t in self.chat_templates.items()]
         (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    @property
+    def chars_per_token(self) -> int:
+        """Most characters of a text that one token stands for."""
+        return self._bound.chars_per_token
+
+    def least_tokens(self, text: str) -> int:
+        """`encode` gives no fewer ids than this. Cheap for any length."""
+        return self._bound.least_tokens(text)
+
+    def encode(self, text: str, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
         """Ids of a text. `add_special_tokens`: put in what the model expects around a text, mostly a BOS.
 
         Raises:
-            RequestError: the text is no valid Unicode (it has a lone surrogate).
+            RequestError: the text is no valid Unicode (it has a lone surrogate); it names `param`.
         """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as e:
             raise RequestError(
                 f"the text has a lone surrogate (U+{ord(text[e.start]):04X} at character {e.start}), which no UTF-8 "
-                "text can hold; remove or replace it", param="prompt") from None
+                "text can hold; remove or replace it", param) from None
         # The batch call lets go of the interpreter lock, encode holds it: a long text would stop every other thread.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
@@ -169,10 +180,7 @@ class Tokenizer:
         text = self.render_chat(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             tools=tools, chat_template=chat_template, **template_kwargs)
-        try:
-            return self.encode(text, add_special_tokens=False)
-        except RequestError as e:
-            raise RequestError(str(e), param="messages") from None
+        return self.encode(text, add_special_tokens=False, param="messages")
 
     def render_chat(
         self,

@@ -17,7 +17,7 @@ LEVELS = {
     "jaxserve.layers": 1,
     "jaxserve.sampling": 2, "jaxserve.parallel": 2,
     "jaxserve.models": 3,
-    "jaxserve.weights": 4, "jaxserve.tokenizer": 4,
+    "jaxserve.weights": 4, "jaxserve.tokenizer": 4, "jaxserve.text_length": 4,
     "jaxserve.runtime": 5,
     "jaxserve.engine": 6, "jaxserve.capacity": 6,
     "jaxserve.llm": 7, "jaxserve.one_call": 7,

@@ -25,9 +25,12 @@ from jaxserve.sampling_params import (
     check_text,
     check_token_ids,
 )
+from jaxserve.text_length import num_chars
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
+# A text of this length is looked at whatever comes of it: about half a second of encoding.
+CHEAP_CHARS = 1 << 20
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -125,6 +128,8 @@ class Processor:
                     '"prompt" takes a string and "prompt_token_ids" a list of ids, got '
                     f"{type(prompt).__name__} for {key!r}", "prompt")
         if not isinstance(prompt, str):
+            if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+                self._check_room(f"{len(prompt)} tokens", len(prompt), "prompt")  # before each of them is looked at
             ids = list(check_token_ids("prompt", prompt))
             if not ids:
                 raise RequestError("the prompt is empty; give at least one token id", "prompt")
@@ -133,11 +138,36 @@ class Processor:
         check_text("prompt", prompt)
         if self._tokenizer is None:
             raise RequestError("the model has no tokenizer, so the prompt must be a list of token ids", "prompt")
-        ids = self._tokenizer.encode(prompt)
+        ids = self.encode(prompt)
         if not ids:
             raise RequestError("the prompt is empty, and the tokenizer adds no token to an empty text", "prompt")
         self._check_vocabulary("prompt", ids)
         return prompt, ids
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt",
+               must_fit: bool = True) -> list[int]:
+        """Ids of a text. One that can never be a prompt is refused by its length, before it costs time and memory;
+        without `must_fit` only if it is longer than CHEAP_CHARS too. Raises RequestError, naming `param`."""
+        assert self._tokenizer is not None
+        least = self._tokenizer.least_tokens(text)
+        if must_fit:
+            self._check_room(f"{len(text)} characters, which are at least {least} tokens", least, param)
+        elif len(text) > CHEAP_CHARS and least >= self._config.max_model_len:
+            raise RequestError(
+                f"the text has {len(text)} characters; of a text that is longer than max_model_len "
+                f"({self._config.max_model_len} tokens) at most {CHEAP_CHARS} characters are taken at a time, so send "
+                "it in pieces", param)
+        return self._tokenizer.encode(text, add_special_tokens, param)
+
+    def check_conversation(self, messages: object) -> None:
+        """As `encode`, for all that a chat template is given, before it is rendered. A template may leave much of it
+        out, so only what is neither cheap nor fits is refused. Raises RequestError."""
+        assert self._tokenizer is not None
+        limit = max(CHEAP_CHARS, self._config.max_model_len * self._tokenizer.chars_per_token)
+        if num_chars(messages, limit) > limit:
+            raise RequestError(
+                f"the messages have more than {limit} characters, but max_model_len is {self._config.max_model_len}; "
+                "shorten them or raise max_model_len", "messages")
 
     def _check_vocabulary(self, param: str, ids: Collection[int]) -> None:
         if ids and max(ids) >= self._config.vocab_size:
@@ -155,10 +185,7 @@ class Processor:
         """Returns how many tokens to generate at most."""
         limit = self._config.max_model_len
         left = limit - prompt_len
-        if left < 1:
-            raise RequestError(
-                f"the prompt has {prompt_len} tokens, but max_model_len is {limit}, which leaves room for a prompt "
-                f"of at most {limit - 1}; shorten it or raise max_model_len", "prompt")
+        self._check_room(f"{prompt_len} tokens", prompt_len, "prompt")
         if params.max_tokens is not None and params.max_tokens > left:
             raise RequestError(
                 f"max_tokens is {params.max_tokens}, but a prompt of {prompt_len} tokens leaves {left} of "
@@ -170,6 +197,13 @@ class Processor:
                 f"min_tokens is {params.min_tokens}, but a prompt of {prompt_len} tokens leaves {left} of "
                 f"max_model_len {limit}", "min_tokens")
         return max_tokens
+
+    def _check_room(self, size: str, least_tokens: int, param: str) -> None:
+        limit = self._config.max_model_len
+        if least_tokens >= limit:
+            raise RequestError(
+                f"the prompt has {size}, but max_model_len is {limit}, which leaves room for a prompt of at most "
+                f"{limit - 1}; shorten it or raise max_model_len", param)
 
     def _check_limits(self, params: SamplingParams) -> None:
         for param in ("logprobs", "prompt_logprobs"):
@@ -222,6 +256,10 @@ class Processor:
         spellings: dict[tuple[int, ...], None] = {}
         for word in words:
             bare = word.lstrip() or word
+            assert self._tokenizer is not None  # _without_text has refused bad_words otherwise
+            if self._tokenizer.least_tokens(bare) > MAX_BAD_WORD_TOKENS:
+                raise RequestError(f"an entry of bad_words has {len(word)} characters, which are more than the "
+                                   f"{MAX_BAD_WORD_TOKENS} tokens that are allowed", "bad_words")
             for ids in (self._encode(bare), self._encode(" " + bare), self._encode_inside(bare)):
                 if len(ids) > MAX_BAD_WORD_TOKENS:
                     raise RequestError(

@@ -31,6 +31,7 @@ from jaxserve.llm import LLM, Messages
 from jaxserve.outputs import FinishReason, PositionLogprobs, RequestOutput, StreamEvent
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.serving.incoming import CURRENT, Incoming
+from jaxserve.text_length import num_chars
 from jaxserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TEXT_THREADS = 2
+_LONG_CHARS = 1 << 16  # a text of this length is encoded in some hundredths of a second
 _RATE_SECONDS = 10.0
 _SNAPSHOT_PATIENCE = 1.0  # seconds; a step that compiles takes longer, and then the last numbers are given
 
@@ -291,6 +293,8 @@ class Service:
         self._listeners: list[Callable[[State], None]] = []
         self._loop: asyncio.AbstractEventLoop
         self._text_pool = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="jaxserve-text")
+        # Texts of megabytes wait for each other only, and take one processor and one text's memory at a time.
+        self._long_text_pool = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-long-text")
         self._streams: dict[str, RequestStream] = {}  # until the engine has let go of them
         self._waiting: dict[str, int] = {}  # request id -> prompt tokens, 0 while they are being made
         self._idle = asyncio.Event()
@@ -347,7 +351,8 @@ class Service:
 
     def close(self) -> None:
         """Ends the worker threads."""
-        self._text_pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._text_pool, self._long_text_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def _llm(self) -> LLM:
@@ -395,14 +400,14 @@ class Service:
             QueueFullError: too much is waiting; try again later.
             UnavailableError, EngineError: the service takes no requests.
         """
-        return await self._start(lambda: self._llm.process(prompt, params), "text_completion", params, request_id,
-                                 deadline)
+        return await self._start(lambda: self._llm.process(prompt, params), num_chars(prompt, _LONG_CHARS),
+                                 "text_completion", params, request_id, deadline)
 
     async def chat(self, messages: Messages, params: SamplingParams, *, template: Mapping[str, Any] | None = None,
                    request_id: str | None = None, deadline: float | None = None) -> RequestStream:
         """As `generate`, for a conversation. `template`: the options of LLM.chat for rendering it."""
-        return await self._start(lambda: self._llm.process_chat(messages, params, **(template or {})), "chat", params,
-                                 request_id, deadline)
+        return await self._start(lambda: self._llm.process_chat(messages, params, **(template or {})),
+                                 num_chars([messages, template], _LONG_CHARS), "chat", params, request_id, deadline)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; its stream gets an event with "abort". False if no such request runs."""
@@ -412,8 +417,8 @@ class Service:
         stream._abort("abort")
         return True
 
-    async def _start(self, process: Callable[[], ProcessedRequest], operation: str, params: SamplingParams,
-                     request_id: str | None, deadline: float | None) -> RequestStream:
+    async def _start(self, process: Callable[[], ProcessedRequest], size: int, operation: str,
+                     params: SamplingParams, request_id: str | None, deadline: float | None) -> RequestStream:
         request_id = request_id or self._new_id()
         stream = RequestStream(self, request_id, operation, params)
         try:
@@ -421,9 +426,9 @@ class Service:
             self._waiting[request_id] = 0
             try:
                 if deadline is None:
-                    stream.processed = await self.run_text(process)
+                    stream.processed = await self.run_text(process, size)
                 else:
-                    stream.processed = await asyncio.wait_for(self.run_text(process), max(deadline, 0))
+                    stream.processed = await asyncio.wait_for(self.run_text(process, size), max(deadline, 0))
                 self._check_tokens(len(stream.prompt_token_ids))
                 self._check_state()  # it may have changed meanwhile
                 self._submit(stream, deadline)
@@ -524,21 +529,25 @@ class Service:
 
     # -- text
 
-    async def run_text(self, function: Callable[[], T]) -> T:
-        """Runs work on text in a worker thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._text_pool, function)
+    async def run_text(self, function: Callable[[], T], size: int = 0) -> T:
+        """Runs work on text in a worker thread. `size`: about so many characters; long ones hold up no short ones."""
+        pool = self._text_pool if size < _LONG_CHARS else self._long_text_pool
+        return await asyncio.get_running_loop().run_in_executor(pool, function)
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Raises RequestError: there is no tokenizer, or the text is no valid Unicode."""
-        return await self.run_text(lambda: self._need_tokenizer().encode(text, add_special_tokens))
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True, must_fit: bool = True) -> list[int]:
+        """Raises RequestError: there is no tokenizer, the text is no valid Unicode, or too long: for the context or,
+        without `must_fit`, for one go (see Processor.encode)."""
+        return await self.run_text(lambda: self._llm.token_ids(text, add_special_tokens=add_special_tokens,
+                                                               must_fit=must_fit), len(text))
 
     async def tokenize_chat(self, messages: Messages, template: Mapping[str, Any] | None = None) -> list[int]:
-        """The prompt's ids of a conversation. Raises RequestError."""
-        return await self.run_text(lambda: self._llm.chat_token_ids(messages, **(template or {})))
+        """The prompt's ids of a conversation, also if they are more than fit. Raises RequestError."""
+        return await self.run_text(lambda: self._llm.chat_token_ids(messages, must_fit=False, **(template or {})),
+                                   num_chars(messages, _LONG_CHARS))
 
     async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Raises RequestError: there is no tokenizer."""
-        return await self.run_text(lambda: self._need_tokenizer().decode(ids, skip_special_tokens))
+        return await self.run_text(lambda: self._need_tokenizer().decode(ids, skip_special_tokens), len(ids))
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

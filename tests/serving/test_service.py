@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from jaxserve import EngineClosedError, QueueFullError, RequestError, SamplingParams
+from jaxserve.engine.processor import CHEAP_CHARS
 from jaxserve.serving.service import (
     DeadlineExceededError,
     DuplicateRequestError,
@@ -18,6 +20,7 @@ from jaxserve.serving.service import (
     State,
     UnavailableError,
 )
+from jaxserve.tokenizer import Tokenizer
 
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -267,3 +270,72 @@ def test_an_engine_that_fails_ends_streams_with_its_error(make_llm, monkeypatch)
             service.close()
 
     asyncio.run(main())
+
+
+def test_long_texts_hold_up_no_short_ones(llm):
+    """Several long ones, as of several clients, wait for each other."""
+    async def test(service):
+        go = threading.Event()
+        long = [asyncio.ensure_future(service.run_text(go.wait, 1 << 20)) for _ in range(5)]
+        assert await service.tokenize("abc") == list(b"abc")
+        async with await service.generate("Hello", SHORT) as stream:
+            assert len((await read(stream))[0])
+        assert not any(task.done() for task in long)
+        go.set()
+        await asyncio.gather(*long)
+
+    run(llm, test)
+
+
+@pytest.mark.parametrize("length", [127 * 18 + 1, 5_000_000])
+def test_what_can_never_fit_is_refused_unseen(llm, monkeypatch, length):
+    """The longest token has 18 characters, and the prompt room for 127 tokens."""
+    text = "x" * length
+    messages = [{"role": "user", "content": text}]
+
+    def encode(*_):
+        raise AssertionError("it was encoded")
+
+    async def test(service):
+        monkeypatch.setattr(Tokenizer, "encode", encode)
+        for start, param in ((service.generate(text, SHORT), "prompt"), (service.chat(messages, SHORT), "messages"),
+                             (service.tokenize(text), "prompt")):
+            with pytest.raises(RequestError, match=r"characters.* max_model_len is 128") as refusal:
+                await start
+            assert refusal.value.param == param
+        monkeypatch.undo()
+
+    run(llm, test)
+
+
+def test_more_than_the_context_can_be_tokenized_but_not_everything(llm):
+    async def test(service):
+        text = "x" * 10_000
+        assert len(await service.tokenize(text, must_fit=False)) == 10_000
+        assert len(await service.tokenize_chat([{"role": "user", "content": text}])) > 10_000
+        for start in (service.tokenize("x" * (CHEAP_CHARS + 1), must_fit=False),
+                      service.tokenize_chat([{"role": "user", "content": "x" * CHEAP_CHARS}])):
+            with pytest.raises(RequestError, match=str(CHEAP_CHARS)):
+                await start
+
+    run(llm, test)
+
+
+def test_a_conversation_is_measured_before_it_is_rendered(llm, monkeypatch):
+    def render(*_, **__):
+        raise AssertionError("it was rendered")
+
+    async def test(service):
+        monkeypatch.setattr(Tokenizer, "render_chat", render)
+        long = "x" * CHEAP_CHARS
+        for messages, template in (([{"role": "user", "content": long}], {}),
+                                   ([{"role": "user", "content": [{"type": "text", "text": long}]}], {}),
+                                   ([{"role": "user", "content": ""}] * 200_000, {}),
+                                   ([{"role": "user", "content": "a"}], {"tools": [{"name": long}]}),
+                                   ([{"role": "user", "content": "a"}], {"chat_template_kwargs": {"x": long}})):
+            with pytest.raises(RequestError, match="max_model_len is 128") as refusal:
+                await service.chat(messages, SHORT, template=template)
+            assert refusal.value.param == "messages"
+        monkeypatch.undo()
+
+    run(llm, test)

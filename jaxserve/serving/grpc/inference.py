@@ -60,7 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 if not request.HasField("text"):
                     raise RequestError("there is nothing to tokenize; give text or conversation", "text")
                 add = request.add_special_tokens if request.HasField("add_special_tokens") else True
-                ids = await self._service.tokenize(request.text, add_special_tokens=add)
+                ids = await self._service.tokenize(request.text, add_special_tokens=add, must_fit=False)
             return pb.TokenizeResponse(token_ids=ids, max_model_len=self._service.config.max_model_len)
         raise AssertionError("answer() ends a call that has failed")
 
@@ -138,7 +138,7 @@ def _prompt(request: pb.GenerateRequest) -> Prompt:
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise RequestError("the request has no prompt; give text or token_ids", "prompt")
-    return request.text if kind == "text" else {"prompt_token_ids": list(request.token_ids.ids)}
+    return request.text if kind == "text" else {"prompt_token_ids": request.token_ids.ids}
 
 
 def _messages(conversation: pb.Conversation) -> list[dict[str, Any]]:

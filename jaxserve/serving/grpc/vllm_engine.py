@@ -270,7 +270,7 @@ def _prompt(request: pb.GenerateRequest) -> Prompt:
     kind = request.WhichOneof("input")
     if kind is None:
         raise RequestError("the request has no input; give tokenized or text", "prompt")
-    return request.text if kind == "text" else {"prompt_token_ids": list(request.tokenized.input_ids)}
+    return request.text if kind == "text" else {"prompt_token_ids": request.tokenized.input_ids}
 
 
 def _check_served(request: pb.GenerateRequest) -> None:

@@ -190,7 +190,8 @@ class Endpoints:
         if asked.messages is not None:
             ids = await self._service.tokenize_chat(asked.messages, asked.template)
         else:
-            ids = await self._service.tokenize(asked.prompt or "", add_special_tokens=asked.add_special_tokens)
+            ids = await self._service.tokenize(asked.prompt or "", add_special_tokens=asked.add_special_tokens,
+                                               must_fit=False)
         answer = {"count": len(ids), "max_model_len": self._service.config.max_model_len, "tokens": ids}
         if asked.names:
             tokenizer = self._service.tokenizer

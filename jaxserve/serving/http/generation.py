@@ -43,7 +43,8 @@ class Completions:
 
     async def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            prompt = await self._service.tokenize(prompt, add_special_tokens=self._request.add_special_tokens)
+            prompt = await self._service.tokenize(prompt, add_special_tokens=self._request.add_special_tokens,
+                                                  must_fit=self._request.truncate is None)
         keep = self._request.truncate
         if keep is not None:
             keep = self._service.config.max_model_len - max(self._request.max_tokens or 1, 1) if keep < 0 else keep

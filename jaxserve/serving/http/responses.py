@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from jaxserve.errors import RequestError
 from jaxserve.outputs import FinishReason, PositionLogprobs, RequestOutput
 from jaxserve.serving.http import answers
 from jaxserve.serving.http.answers import Json, TokenNames, to_json
@@ -36,7 +37,12 @@ class Responses:
 
     async def start(self) -> list[RequestStream]:
         """Raises RequestError, QueueFullError, ...: then nothing runs."""
-        return [await self._service.chat(self._request.messages, self._request.params)]
+        try:
+            return [await self._service.chat(self._request.messages, self._request.params)]
+        except RequestError as error:
+            if error.param is not None and error.param.startswith("messages"):
+                error.param = "input"  # which they were made from
+            raise
 
     async def whole(self, streams: Sequence[RequestStream]) -> Json:
         output, = await outputs_of(streams)

@@ -229,3 +229,15 @@ def test_many_requests_of_which_some_are_dropped(stub, server, llm):
     for call, expected in zip([call for i, call in enumerate(calls) if i % 3], alone, strict=True):
         assert "".join(message.text for message in call) == expected.text
     server.assert_idle()
+
+
+def test_megabytes_are_refused_by_their_length(stub):
+    text = "x" * 2**21
+    conversation = pb.Conversation(messages=[pb.Message(role="user", content=text)])
+    for call, field in ((lambda: stub.Generate(pb.GenerateRequest(text=text)), "prompt"),
+                        (lambda: stub.Chat(pb.ChatRequest(conversation=conversation)), "conversation.messages"),
+                        (lambda: [stub.Tokenize(pb.TokenizeRequest(text=text))], "prompt"),
+                        (lambda: [stub.Tokenize(pb.TokenizeRequest(conversation=conversation))],
+                         "conversation.messages")):
+        error = failure(call)
+        assert violation(error) == field and "characters" in error.details()

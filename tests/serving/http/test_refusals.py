@@ -185,3 +185,26 @@ def test_nasty_paths(http, path):
 def test_a_body_is_json_whatever_its_headers_say(http, headers):
     body = json.dumps({"prompt": "ok", "max_tokens": 1}).encode()
     assert http.post(COMPLETIONS, content=body, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "body", "param"), [
+    (COMPLETIONS, {"prompt": "x" * 10**6}, "prompt"), (COMPLETIONS, {"prompt": ["a", "x" * 10**6]}, "prompt"),
+    (COMPLETIONS, {"prompt": [1] * 10**6}, "prompt"), (COMPLETIONS, {"prompt": [[1], [1] * 10**6]}, "prompt"),
+    (COMPLETIONS, {"prompt": "x" * 2**21, "truncate_prompt_tokens": 5}, "prompt"),
+    (COMPLETIONS, {"prompt": "a", "bad_words": ["x" * 10**6]}, "bad_words"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 10**6}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}] * 20_000}, "messages"),
+    ("/v1/responses", {"input": "x" * 10**6}, "input"),
+    ("/tokenize", {"prompt": "x" * 2**21}, "prompt"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "x" * 2**21}]}, "messages")])
+def test_megabytes_are_refused_by_their_length(http, path, body, param):
+    error = refused(http, path, body)
+    assert error["param"] == param and ("characters" in error["message"] or "1000000 tokens" in error["message"])
+
+
+def test_a_long_text_may_be_tokenized_and_cut(http):
+    """Longer than the context: it is for the client to see how long, or for the server to take its end."""
+    text = "x" * 10_000
+    assert http.post("/tokenize", json={"prompt": text}).json()["count"] == 10_000
+    answer = http.post(COMPLETIONS, json={"prompt": text, "truncate_prompt_tokens": 5, "max_tokens": 1}).json()
+    assert answer["usage"]["prompt_tokens"] == 5
