@@ -9,10 +9,12 @@ ends with an error.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeVar
 
 from jaxserve.engine.core import EngineCore, Request, engine_error
@@ -38,11 +40,14 @@ class EngineThread:
 
     Args:
         on_close: called last, in the engine's thread; frees what the engine owns.
+        settings: makes the context that the thread works in.
     """
 
-    def __init__(self, core: EngineCore, on_close: Callable[[], None]):
+    def __init__(self, core: EngineCore, on_close: Callable[[], None],
+                 settings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext):
         self._core = core
         self._on_close = on_close
+        self._settings = settings
         self._inbox: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()  # None: close
         self._closing = False
         self._finished = False
@@ -125,8 +130,9 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while self._turn():
-                pass
+            with self._settings():
+                while self._turn():
+                    pass
         except BaseException as fault:
             logger.exception("the engine's thread has failed")
             self._fault = fault

@@ -18,6 +18,7 @@ from jaxserve.config import ResolvedConfig
 from jaxserve.models.params import DecoderParams
 from jaxserve.runtime.batch import NUM_COLUMNS
 from jaxserve.runtime.buckets import Bucket
+from jaxserve.runtime.jax_settings import own_settings
 from jaxserve.runtime.state import DeviceState
 from jaxserve.runtime.step import StepSpec, step
 from jaxserve.sampling import slots
@@ -62,6 +63,7 @@ class EnginePlan:
         """Of the largest decode step; its temporaries are a few times that."""
         return self.config.max_num_seqs * self.config.vocab_size * 4
 
+    @own_settings()
     def init_state(self) -> DeviceState:
         """An empty pool and empty slots. Jit it with `out_shardings`."""
         config = self.config
@@ -69,6 +71,7 @@ class EnginePlan:
             pool=kernels.init_pool(self.step.attention, self.step.backend),
             slots=slots.init_slots(config.max_num_seqs, config.max_model_len, config.vocab_size))
 
+    @own_settings()
     def lower(self, program: Program) -> jax.stages.Lowered:
         """Traces a program. Both kinds take the state, or its slots, donated."""
         sharding = jax.sharding.SingleDeviceSharding(self.device)
