@@ -8,6 +8,8 @@ CPU cores (jax 0.10.2) jnp.argmax takes 6.8 ms, a sort 250 ms and lax.top_k(20) 
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -57,9 +59,21 @@ def top_k(blocks: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     the padded vocabulary.
     """
     rows, num_blocks, _ = blocks.shape
-    _, chosen = lax.top_k(blocks.max(axis=-1), min(k, num_blocks))
+    k_blocks = min(k, num_blocks)
+    _, chosen = lax.platform_dependent(blocks.max(axis=-1), tpu=partial(_top_k_of_many, k=k_blocks),
+                                       default=partial(lax.top_k, k=k_blocks))
     chosen = jnp.sort(chosen, axis=-1)  # ascending, so that lax.top_k's order among equals is the ids' order
     candidates = take(blocks, chosen[:, :, None], axis=1).reshape(rows, -1)
     values, index = lax.top_k(candidates, k)
     block, lane = lax.div(index, BLOCK), lax.rem(index, BLOCK)
     return values, take(chosen, block) * BLOCK + lane
+
+
+def _top_k_of_many(x: jax.Array, k: int) -> list[jax.Array]:
+    """lax.top_k of `[S, n]` with n filled up to 128 k, which changes nothing but libtpu's method.
+
+    Where k is a larger part of n it sorts all n, by a network of comparisons as straight code: for 20 of 1002 it
+    compiled 7 s, and 0.3 s with this (libtpu 0.0.42.1).
+    """
+    missing = max(128 * k - x.shape[-1], 0)
+    return lax.top_k(jnp.pad(x, ((0, 0), (0, missing)), constant_values=-jnp.inf), k)
