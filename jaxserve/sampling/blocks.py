@@ -62,7 +62,8 @@ def top_k(blocks: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     k_blocks = min(k, num_blocks)
     _, chosen = lax.platform_dependent(blocks.max(axis=-1), tpu=partial(_top_k_of_many, k=k_blocks),
                                        default=partial(lax.top_k, k=k_blocks))
-    chosen = jnp.sort(chosen, axis=-1)  # ascending, so that lax.top_k's order among equals is the ids' order
+    # Ascending, so that lax.top_k's order among equals is the ids' order.
+    chosen = jnp.sort(chosen, axis=-1, stable=False)
     candidates = take(blocks, chosen[:, :, None], axis=1).reshape(rows, -1)
     values, index = lax.top_k(candidates, k)
     block, lane = lax.div(index, BLOCK), lax.rem(index, BLOCK)
