@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import click
 from rich import box
@@ -33,7 +33,7 @@ from jaxserve.capacity.known_models import KNOWN_MODELS
 from jaxserve.capacity.models import Model, find_model
 from jaxserve.capacity.planner import Capacity, plan_capacity
 from jaxserve.capacity.targets import Target, parse_target
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, KvCacheDtype
 from jaxserve.errors import OutOfMemoryError
 
 TARGETS = {"tpu": ("tpu:v5e:1x1", "tpu:v6e:1x1", "tpu:v5p:1x1x1", "tpu:tpu7x:1x1x1"),
@@ -164,6 +164,8 @@ def expand(names: Sequence[str]) -> list[Target]:
 @click.option("--layers", "depths", multiple=True, type=click.Choice(["1", "all"]), help="Of steps. Default: both.")
 @click.option("--backend", help="Attention backend. Default: the one that the engine takes on the target.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True)
+@click.option("--kv-cache-dtype", type=click.Choice(get_args(KvCacheDtype)), default="auto", show_default=True,
+              help="Of K and V in the pool.")
 @click.option("--max-num-seqs", type=int, default=256, show_default=True)
 @click.option("--max-model-len", type=int, default=8192, show_default=True)
 @click.option("--jobs", "workers", type=click.IntRange(min=1), default=1, show_default=True,
@@ -171,12 +173,13 @@ def expand(names: Sequence[str]) -> list[Target]:
 @click.option("--require", is_flag=True, help="A target whose compiler is not installed is a failure.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Also write the rows here.")
 def main(names: tuple[str, ...], models: tuple[str, ...], parts: tuple[Any, ...], depths: tuple[str, ...],
-         backend: str | None, dtype: Any, max_num_seqs: int, max_model_len: int, workers: int, require: bool,
-         json_file: Path | None) -> None:
+         backend: str | None, dtype: Any, kv_cache_dtype: Any, max_num_seqs: int, max_model_len: int,
+         workers: int, require: bool, json_file: Path | None) -> None:
     """Compile every attention kernel and the whole step for TPUs and GPUs, on CPU only. Exit code 1: something is
     bad."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
-    config = EngineConfig(dtype=dtype, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+    config = EngineConfig(dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_num_seqs=max_num_seqs,
+                          max_model_len=max_model_len)
     targets = expand(names)
     missing = {target.name: command for target in targets if (command := jobs.missing_compiler(target)) is not None}
     for name, command in missing.items():
@@ -198,7 +201,7 @@ def main(names: tuple[str, ...], models: tuple[str, ...], parts: tuple[Any, ...]
     console.print(table_of(rows))
     if json_file is not None:
         json_file.write_text(json.dumps(
-            {"versions": versions(), "skipped": missing,
+            {"versions": versions(), "skipped": missing, "config": dataclasses.asdict(config),
              "rows": [dataclasses.asdict(row) | {"fault": row.fault} for row in rows]}, indent=2))
     faults = sum(row.fault is not None for row in rows)
     console.print(f"{len(rows)} programs compiled, {faults} of them bad, {len(missing)} targets skipped")
