@@ -8,6 +8,10 @@ A call covers a ragged batch: first `num_decode` rows of one token each (row i b
 then prefill chunks, each starting at a multiple of `query_block` rows. All K/V rows of the call are
 written before any is read, so sequences of one batch may share pages that this very call fills.
 
+A page has at most one writer in a call: rows that two sequences of a batch write lie in different pages (page 0 apart,
+where anything may stand). The engine shares full pages only, so it keeps to that by itself. `mosaic_tpu` reads,
+changes and writes back pieces of pages, and of two writers' rows in one piece it would lose one's.
+
     batch -> plan_batch()      once a step: everything that does not depend on the layer
     q, k, v, pool, plan -> paged_attention()   once a layer
 
@@ -190,7 +194,10 @@ def pool_bytes(spec: AttentionSpec, backend: Backend) -> int:
 
 
 def init_pool(spec: AttentionSpec, backend: Backend) -> Pool:
-    """A pool of zeros. Jit it with `out_shardings` to make it where it belongs."""
+    """An empty pool, which may hold anything. Jit it with `out_shardings` to make it where it belongs."""
+    module = _module(backend)
+    if hasattr(module, "init_pool"):
+        return module.init_pool(spec)
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), pool_spec(spec, backend))
 
 

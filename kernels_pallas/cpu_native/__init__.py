@@ -15,7 +15,7 @@ from kernels_pallas.api import POOL_DTYPES, AttentionBatch, AttentionSpec
 from kernels_pallas.cpu_native.build import Unavailable, targets
 from kernels_pallas.quantize import quantize
 
-__all__ = ["Unavailable", "linear", "paged_attention", "plan_batch", "pool_spec", "unsupported"]
+__all__ = ["Unavailable", "init_pool", "linear", "paged_attention", "plan_batch", "pool_spec", "unsupported"]
 
 pool_spec = xla.pool_spec
 
@@ -28,6 +28,12 @@ def unsupported(spec: AttentionSpec) -> str | None:
     except Unavailable as error:
         return f"anything here: {error}"
     return None
+
+
+def init_pool(spec: AttentionSpec):
+    """A pool that takes memory only as its pages are written; what it holds before is never used."""
+    leaves, tree = jax.tree.flatten(pool_spec(spec))
+    return jax.tree.unflatten(tree, jax.ffi.ffi_call(targets()["uninitialized"], leaves)())
 
 
 def plan_batch(batch: AttentionBatch, spec: AttentionSpec) -> AttentionBatch:

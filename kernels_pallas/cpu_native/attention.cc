@@ -121,8 +121,28 @@ struct Item {
 int64_t PartSize(const Call& call) { return call.head_dim + 2; }
 
 struct Scratch {
-  std::vector<float> q, scores, acc, top, keep, total;
+  std::vector<float> q, scores, acc, top, keep, total, wide;
 };
+
+// c[rows, columns] = c * keep[rows] + a[rows, depth] b[depth, columns], as Product. Numbers of 8 bits take longer to
+// widen than to multiply with, so for more than one tile of rows that is done once, into `wide`.
+template <typename P>
+void PageProduct(const float* a, int64_t lda, const P* b, int64_t ldb, float* c, int64_t ldc, int64_t rows,
+                 int64_t columns, int64_t depth, const float* keep, const P* ahead, std::vector<float>& wide) {
+  if constexpr (kScaled<P>) {
+    if (rows > kTileRows) {
+      wide.resize(depth * columns);
+      for (int64_t k = 0; k < depth; ++k) {
+        int64_t j = 0;
+        for (; j + kLanes <= columns; j += kLanes) Store(&wide[k * columns + j], Load(b + k * ldb + j));
+        for (; j < columns; ++j) wide[k * columns + j] = ToFloat(b[k * ldb + j]);
+      }
+      Product<float>(a, lda, wide.data(), columns, c, ldc, rows, columns, depth, keep, nullptr);
+      return;
+    }
+  }
+  Product(a, lda, b, ldb, c, ldc, rows, columns, depth, keep, ahead);
+}
 
 template <typename P>
 void WritePages(const Call& call, int64_t first, int64_t last, P* pool_k, P* pool_v) {
@@ -180,8 +200,8 @@ void Attend(const Call& call, const Item& item, const P* pool_k, const P* pool_v
     for (int64_t n = 0; n < tokens; n += width) {
       int64_t page = call.first_page + table[(at + n) / N];
       const int64_t place = page * K + item.kv_head;
-      Product(scratch.q.data(), D, pool_k + place * D * N + (at + n) % N, N, scores + n, kStep, rows, width, D, nullptr,
-              pool_v + (place * N + (at + n) % N) * D);
+      PageProduct(scratch.q.data(), D, pool_k + place * D * N + (at + n) % N, N, scores + n, kStep, rows, width, D,
+                  nullptr, pool_v + (place * N + (at + n) % N) * D, scratch.wide);
     }
 
     float k_scales[kStep], v_scales[kStep];
@@ -244,8 +264,8 @@ void Attend(const Call& call, const Item& item, const P* pool_k, const P* pool_v
       const P* next_keys = pool_k + ((call.first_page + table[next]) * K + item.kv_head) * D * N;
       // Rows of a page beyond the context may hold anything, NaN included: they are left out, not weighted by 0.
       if (n > 0) std::fill(scratch.keep.begin(), scratch.keep.end(), 1.0f);
-      Product(scores + n, kStep, values, D, scratch.acc.data(), D, rows, D, std::min(width, tokens - n),
-              scratch.keep.data(), next_keys);
+      PageProduct(scores + n, kStep, values, D, scratch.acc.data(), D, rows, D, std::min(width, tokens - n),
+                  scratch.keep.data(), next_keys, scratch.wide);
     }
   }
 
@@ -422,7 +442,13 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer
   return ffi::Error::Success();
 }
 
+// Results as the allocator gives them. A large one is fresh from the system, which finds memory for it only where it
+// is written: a pool takes up what its pages in use need, and no time to make.
+ffi::Error Uninitialized(ffi::RemainingRets) { return ffi::Error::Success(); }
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(uninitialized, Uninitialized, ffi::Ffi::Bind().RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     paged_attention, PagedAttention,

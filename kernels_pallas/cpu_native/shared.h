@@ -14,6 +14,10 @@
 #include <thread>
 #include <type_traits>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -55,13 +59,31 @@ inline Vec Load(const BFloat16* p) {
   return (Vec)wide;
 }
 
-inline Vec Load(const Int8* p) {
-  return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const SignedBytesAt*>(p), IVec), Vec);
+// kLanes bytes or halves, widened. GCC makes one instruction a lane of the portable way.
+#if defined(__AVX512F__)
+inline IVec Widen(const int8_t* p) { return (IVec)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline UVec Widen(const uint8_t* p) { return (UVec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline Vec WidenHalves(const void* p) { return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+#elif defined(__AVX2__) && defined(__F16C__)
+inline IVec Widen(const int8_t* p) { return (IVec)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+inline UVec Widen(const uint8_t* p) { return (UVec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+inline Vec WidenHalves(const void* p) { return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+#else
+inline IVec Widen(const int8_t* p) {
+  return __builtin_convertvector(*reinterpret_cast<const SignedBytesAt*>(p), IVec);
 }
+inline UVec Widen(const uint8_t* p) { return __builtin_convertvector(*reinterpret_cast<const BytesAt*>(p), UVec); }
+#if defined(__FLT16_MAX__)
+typedef _Float16 HalfFloatsAt __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
+inline Vec WidenHalves(const void* p) { return __builtin_convertvector(*static_cast<const HalfFloatsAt*>(p), Vec); }
+#endif
+#endif
+
+inline Vec Load(const Int8* p) { return __builtin_convertvector(Widen(&p->bits), Vec); }
 
 // Numbers below 2^-6 have no leading 1: m * 2^-9. XLA's threads flush float32 denormals, so no trick makes both.
 inline Vec Load(const Float8* p) {
-  UVec bits = __builtin_convertvector(*reinterpret_cast<const BytesAt*>(p), UVec);
+  UVec bits = Widen(&p->bits);
   UVec size = bits & 0x7f;
   Vec normal = (Vec)((size << 20) + (120u << 23));
   Vec small = __builtin_convertvector((IVec)size, Vec) * (1.0f / 512);
@@ -70,8 +92,7 @@ inline Vec Load(const Float8* p) {
 }
 
 #if defined(__FLT16_MAX__)
-typedef _Float16 HalfFloatsAt __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
-inline Vec Load(const Float16* p) { return __builtin_convertvector(*reinterpret_cast<const HalfFloatsAt*>(p), Vec); }
+inline Vec Load(const Float16* p) { return WidenHalves(p); }
 inline float ToFloat(Float16 x) { _Float16 value; std::memcpy(&value, &x, 2); return static_cast<float>(value); }
 inline void FromFloat(float x, Float16* to) { _Float16 value = static_cast<_Float16>(x); std::memcpy(to, &value, 2); }
 constexpr bool kHasFloat16 = true;

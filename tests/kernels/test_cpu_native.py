@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -47,18 +50,36 @@ def test_windows_that_begin_in_a_later_span(window: int):
                  "cpu_native")
 
 
-def test_a_row_is_bitwise_the_same_in_a_chunk_of_any_length():
-    """Tiles of query rows share their products, and a row's result does not depend on which rows share them."""
-    whole = make_scene(LONG, (PADDING, PADDING, PADDING, Seq(600, 96), PADDING, PADDING), seed=2)
+@pytest.mark.parametrize("pool_dtype", kernels.POOL_DTYPES)
+def test_a_row_is_bitwise_the_same_in_a_chunk_of_any_length(pool_dtype: str):
+    """Tiles of query rows share their products, and a row's result does not depend on which rows share them; neither
+    does it on whether a page of 8 bit numbers is widened for many rows at once or as it is read."""
+    shape = dataclasses.replace(LONG, pool_dtype=pool_dtype)
+    whole = make_scene(shape, (PADDING, PADDING, PADDING, Seq(600, 96), PADDING, PADDING), seed=2)
     out, _ = run(whole, "cpu_native")
     for count in (1, 31, 33):
-        part = make_scene(LONG, (PADDING, PADDING, PADDING, Seq(600, count), PADDING, PADDING), seed=2)
+        part = make_scene(shape, (PADDING, PADDING, PADDING, Seq(600, count), PADDING, PADDING), seed=2)
         for name in ("q", "k", "v"):
             getattr(part, name)[3:3 + count] = getattr(whole, name)[3:3 + count]
         part.pages.values[...] = whole.pages.values
         part.tables[...] = whole.tables
         found, _ = run(part, "cpu_native")
         np.testing.assert_array_equal(bits(found[3:3 + count]), bits(out[3:3 + count]))
+
+
+# -- the pool
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the resident set is read from /proc")
+def test_an_empty_pool_takes_no_memory():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    spec = dataclasses.replace(LONG.spec, num_pages=20_000)
+    size, before = kernels.pool_bytes(spec, "cpu_native"), resident()
+    pool = jax.block_until_ready(jax.jit(lambda: kernels.init_pool(spec, "cpu_native"))())
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(pool)) == size > 500 << 20
+    assert resident() - before < size / 4
 
 
 # -- products

@@ -312,7 +312,6 @@ def test_a_pool_s_bytes_are_those_of_its_arrays(backend: kernels.Backend):
         assert kernels.pool_bytes(spec, backend) >= rows * row_bytes
         for leaf in leaves:
             assert leaf.shape[1] == shape.kv_heads
-            assert not np.asarray(leaf).any()
 
 
 DEVICES = {
