@@ -28,6 +28,8 @@ _RESERVED = frozenset({"messages", "tools", "documents", "conversations", "chat_
                        "continue_final_message", "return_assistant_tokens_mask"})
 _EOS_IDS_KEY = "eos_token_ids"  # our own entry in tokenizer_config.json: there can be several
 
+_LONG = 1000  # ids; they take some tenths of a millisecond
+
 Message = Mapping[str, Any]
 
 
@@ -143,12 +145,16 @@ class Tokenizer:
             spaces_between_special_tokens: if they are shown, put a space between two that are adjacent.
         """
         if skip_special_tokens or not spaces_between_special_tokens:
-            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            return self._decode(ids, skip_special_tokens)
         special = self.special_ids
         cuts = [i for i in range(1, len(ids)) if ids[i] in special and ids[i - 1] in special]
         bounds = [0, *cuts, len(ids)]
-        return " ".join(self._backend.decode(ids[start:stop], skip_special_tokens=False)
-                        for start, stop in zip(bounds, bounds[1:]))
+        return " ".join(self._decode(ids[start:stop], False) for start, stop in zip(bounds, bounds[1:]))
+
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        if len(ids) > _LONG:  # lets go of the interpreter lock, see `encode`
+            return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of one id (not text: a space may be written as a letter)."""

@@ -25,11 +25,11 @@ from typing import Any, Protocol, TypeVar
 
 from jaxserve.config import ResolvedConfig
 from jaxserve.engine.core import StepStats
-from jaxserve.engine.processor import ProcessedRequest, Prompt
+from jaxserve.engine.processor import CHEAP_CHARS, ProcessedRequest, Prompt
 from jaxserve.errors import EngineClosedError, JaxserveError, QueueFullError, RequestError
 from jaxserve.llm import LLM, Messages
 from jaxserve.outputs import FinishReason, PositionLogprobs, RequestOutput, StreamEvent
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import SamplingParams, check_token_ids
 from jaxserve.serving.incoming import CURRENT, Incoming
 from jaxserve.text_length import num_chars
 from jaxserve.tokenizer import Tokenizer
@@ -545,9 +545,30 @@ class Service:
         return await self.run_text(lambda: self._llm.chat_token_ids(messages, must_fit=False, **(template or {})),
                                    num_chars(messages, _LONG_CHARS))
 
-    async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Raises RequestError: there is no tokenizer."""
+    async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = False, param: str = "tokens") -> str:
+        """The text of ids that a client gave. Raises RequestError, naming `param`: they are no ids of the tokenizer's,
+        or too many, or there is no tokenizer."""
+        limit = max(CHEAP_CHARS, self.config.max_model_len)
+        if isinstance(ids, Sequence) and len(ids) > limit:
+            raise RequestError(f"{param} has {len(ids)} ids, at most {limit} are taken at a time", param)
+
+        def decode() -> str:
+            tokenizer, checked = self._need_tokenizer(), check_token_ids(param, ids)
+            if checked and max(checked) >= tokenizer.vocab_size:
+                raise RequestError(f"{param} has the id {max(checked)}, but the vocabulary ends at "
+                                   f"{tokenizer.vocab_size - 1}", param)
+            return tokenizer.decode(checked, skip_special_tokens)
+
+        return await self.run_text(decode, len(ids) if isinstance(ids, Sequence) else 0)
+
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of ids that the model knows; those that only it knows have none. Raises RequestError: there is no
+        tokenizer."""
         return await self.run_text(lambda: self._need_tokenizer().decode(ids, skip_special_tokens), len(ids))
+
+    async def token_names(self, ids: Sequence[int]) -> list[str | None]:
+        """The tokenizer's own. Raises RequestError: there is no tokenizer."""
+        return await self.run_text(lambda: self._need_tokenizer().convert_ids_to_tokens(ids), len(ids))
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -609,9 +630,12 @@ class Service:
 
     async def idle(self, timeout: float) -> bool:
         """Waits until no request runs. False if some still do after `timeout` seconds."""
+        if self._idle.is_set():
+            return True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout)
-        return self._idle.is_set()
+            return True  # though the next may have begun by now
+        return False
 
     async def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes. Raises EngineClosedError."""

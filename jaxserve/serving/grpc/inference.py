@@ -67,7 +67,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest,
                          context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
         async with self.calls.answer(context):
-            text = await self._service.detokenize(list(request.token_ids),
+            text = await self._service.detokenize(request.token_ids, param="token_ids",
                                                   skip_special_tokens=request.skip_special_tokens)
             return pb.DetokenizeResponse(text=text)
         raise AssertionError("answer() ends a call that has failed")

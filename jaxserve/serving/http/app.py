@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import hmac
 import logging
@@ -22,11 +21,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import jaxserve
 from jaxserve.errors import JaxserveError
-from jaxserve.sampling_params import check_token_ids
 from jaxserve.serving.http.answers import to_json
+from jaxserve.serving.http.bodies import Bodies, LastWord, TooLargeError
 from jaxserve.serving.http.calls import CALLS, Call
 from jaxserve.serving.http.errors import ApiError, api_error
-from jaxserve.serving.http.fields import parse_json
 from jaxserve.serving.http.openapi import document
 from jaxserve.serving.http.page import PATHS as PAGE_PATHS
 from jaxserve.serving.http.page import page_routes
@@ -38,8 +36,6 @@ from jaxserve.serving.metrics import CONTENT_TYPE, ServingMetrics
 from jaxserve.serving.service import Service, State
 
 PROBE_PATHS = frozenset({"/health", "/ping"})
-BODY_TIMEOUT = 60.0  # seconds for a body to arrive
-DISCARD_BYTES = 8 << 20
 _LOGGED_PATH_CHARS = 200
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -135,6 +131,7 @@ class Endpoints:
         self._service = service
         self._metrics = metrics
         self._options = options
+        self._bodies = Bodies(service, options.max_body_bytes, options.cors_allow_origins)
 
     def routes(self) -> list[Route]:
         def get(path: str, endpoint: Callable[[Request], Awaitable[Any]]) -> Route:
@@ -156,10 +153,11 @@ class Endpoints:
     # -- generation
 
     async def generate(self, make_call: Callable[..., Call], request: Request) -> Any:
-        call = make_call(self._service, await self._body(request), request.state.request_id,
-                         trust_templates=self._options.trust_request_chat_template)
-        # Whatever refuses the request does so here, so that it has a status of its own, streamed or not.
-        streams = await while_connected(request.receive, call.start())
+        make = functools.partial(make_call, self._service, request_id=request.state.request_id,
+                                 trust_templates=self._options.trust_request_chat_template)
+        async with self._bodies.read(request, make) as call:
+            # Whatever refuses the request does so here, so that it has a status of its own, streamed or not.
+            streams = await while_connected(request.receive, call.start())
         if call.streamed:
             return EventStream(call.events(streams), streams)
         return _json(await while_connected(request.receive, call.whole(streams)))
@@ -185,23 +183,23 @@ class Endpoints:
     # -- text
 
     async def tokenize(self, request: Request) -> Response:
-        asked = tokenize_request(await self._body(request), self._service.model_name,
+        read = functools.partial(tokenize_request, model=self._service.model_name,
                                  trust_templates=self._options.trust_request_chat_template)
-        if asked.messages is not None:
-            ids = await self._service.tokenize_chat(asked.messages, asked.template)
-        else:
-            ids = await self._service.tokenize(asked.prompt or "", add_special_tokens=asked.add_special_tokens,
-                                               must_fit=False)
+        async with self._bodies.read(request, read) as asked:
+            if asked.messages is not None:
+                ids = await self._service.tokenize_chat(asked.messages, asked.template)
+            else:
+                ids = await self._service.tokenize(asked.prompt or "", add_special_tokens=asked.add_special_tokens,
+                                                   must_fit=False)
         answer = {"count": len(ids), "max_model_len": self._service.config.max_model_len, "tokens": ids}
         if asked.names:
-            tokenizer = self._service.tokenizer
-            assert tokenizer is not None  # `ids` came from it
-            answer["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
+            answer["token_strs"] = await self._service.token_names(ids)
         return _json(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        ids = check_token_ids("tokens", detokenize_request(await self._body(request), self._service.model_name))
-        return _json({"prompt": await self._service.detokenize(ids)})
+        read = functools.partial(detokenize_request, model=self._service.model_name)
+        async with self._bodies.read(request, read) as ids:
+            return _json({"prompt": await self._service.detokenize(ids)})
 
     # -- state
 
@@ -224,48 +222,17 @@ class Endpoints:
         text = self._metrics.render(await self._service.engine_metrics())
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
-    async def _body(self, request: Request) -> Any:
-        """The JSON body. Raises ApiError: 413, 408, 400."""
-        limit = self._options.max_body_bytes
-        body, received = bytearray(), 0
-        declared = request.headers.get("content-length", "")
-        if "expect" in request.headers and declared.isdecimal() and int(declared) > limit:
-            raise _too_large(limit)  # the client asks before it sends
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT):
-                while True:
-                    message = await request.receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone
-                    received += len(message.get("body", b""))
-                    if received <= limit:
-                        body += message.get("body", b"")
-                    # Closing on a client that still sends resets the connection, and the answer with it. So a
-                    # body that is not much too large is read to its end.
-                    if not message.get("more_body", False) or received > limit + DISCARD_BYTES:
-                        break
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT:g} s",
-                           headers={"Connection": "close"}) from None
-        if received > limit:
-            raise _too_large(limit)
-        return parse_json(bytes(body))
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than the {limit} bytes that this server takes", code="body_too_large",
-                    headers={"Connection": "close"})
-
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientGone):
         return Response(status_code=499)  # nobody reads it
-    return _error_response(api_error(error))
+    answer = api_error(error)
+    return _error_response(answer, LastWord if isinstance(answer, TooLargeError) else Response)
 
 
-def _error_response(error: ApiError) -> Response:
-    return _json(error.body(), error.status, error.headers)
+def _error_response(error: ApiError, kind: type[Response] = Response) -> Response:
+    return kind(to_json(error.body()), error.status, error.headers, media_type="application/json")
 
 
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(to_json(value), status, headers, media_type="application/json")
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(to_json(value), status, media_type="application/json")

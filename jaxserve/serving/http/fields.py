@@ -6,10 +6,12 @@ Every field is taken or refused: none is ignored by accident.
 from __future__ import annotations
 
 import collections.abc
+import contextlib
+import gc
 import json
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
@@ -19,13 +21,27 @@ from jaxserve.serving.http.errors import invalid
 
 Schema = dict[str, Any]
 
+_LARGE = 1 << 20
 
-def parse_json(body: bytes | str) -> Any:
+
+def parse_json(body: bytes | bytearray | str) -> Any:
     """Raises ApiError (400)."""
     try:
-        return json.loads(body, parse_constant=_not_json)
+        with _no_collection() if len(body) > _LARGE else contextlib.nullcontext():
+            return json.loads(body, parse_constant=_not_json)
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body is not valid JSON: {error}") from None
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Nobody else runs while JSON is read, and of millions of lists the collector would make seconds (3.4 s instead of
+    0.4 s for 15 MB of them), for nothing: JSON has no cycles."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _not_json(constant: str) -> NoReturn:

@@ -88,8 +88,8 @@ class Completions:
             return ""
         if isinstance(prompt, str) and self._request.truncate is None:
             return prompt
-        return await self._service.detokenize(self._prompts[i],
-                                              skip_special_tokens=self._request.params.skip_special_tokens)
+        return await self._service.decode(self._prompts[i],
+                                          skip_special_tokens=self._request.params.skip_special_tokens)
 
     def events(self, streams: Sequence[RequestStream]) -> AsyncGenerator[bytes, None]:
         return guarded(self._stream(streams))

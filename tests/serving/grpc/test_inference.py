@@ -211,8 +211,9 @@ def test_a_reader_that_does_not_read_holds_nothing_up(stub, server):
     request = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(
         max_tokens=500, ignore_eos=True, temperature=0, logprobs=20))
     call = stub.Generate(request)
+    messages = [next(call)]
     assert server.run(server.service.idle(PATIENCE)), "the engine waited for the reader"
-    messages = list(call)
+    messages += call
     assert sum(len(message.token_ids) for message in messages) == 500
     assert sum(len(message.logprobs) for message in messages) == 500
     assert len(messages) < 500, "what waited should have been merged"
@@ -229,6 +230,14 @@ def test_many_requests_of_which_some_are_dropped(stub, server, llm):
     for call, expected in zip([call for i, call in enumerate(calls) if i % 3], alone, strict=True):
         assert "".join(message.text for message in call) == expected.text
     server.assert_idle()
+
+
+def test_unknown_ids_have_no_text(stub, llm):
+    known = llm.tokenizer.vocab_size
+    assert stub.Detokenize(pb.DetokenizeRequest(token_ids=[97, known - 1])).text.startswith("a")
+    for unknown in (known, 2**32 - 1):
+        error = failure(lambda unknown=unknown: [stub.Detokenize(pb.DetokenizeRequest(token_ids=[97, unknown]))])
+        assert violation(error) == "token_ids" and str(unknown) in error.details()
 
 
 def test_megabytes_are_refused_by_their_length(stub):

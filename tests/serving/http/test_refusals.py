@@ -7,6 +7,8 @@ import json
 import openai
 import pytest
 
+from tests.serving.http.conftest import serving
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -181,10 +183,51 @@ def test_nasty_paths(http, path):
 
 
 @pytest.mark.parametrize("headers", [
-    {"Content-Type": "text/plain"}, {"Content-Type": "nonsense"}, {"Accept": "image/png"}])
+    {"Content-Type": "text/plain"}, {"Content-Type": "nonsense"}, {"Accept": "image/png"},
+    {"Content-Encoding": "identity"}])
 def test_a_body_is_json_whatever_its_headers_say(http, headers):
+    """curl -d says that it is a form."""
     body = json.dumps({"prompt": "ok", "max_tokens": 1}).encode()
     assert http.post(COMPLETIONS, content=body, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("encoding", ["gzip", "br", "identity, gzip"])
+def test_bodies_are_not_decompressed(http, path, encoding):
+    answer = http.post(path, content=b"{}", headers={"Content-Encoding": encoding})
+    assert answer.status_code == 415 and encoding in answer.json()["error"]["message"]
+    assert answer.headers["accept-encoding"] == "identity"
+
+
+ORIGIN = "https://example.org"
+
+
+def test_web_pages_of_others_cannot_send_what_a_form_could(server, http):
+    body = json.dumps({"prompt": "ok", "max_tokens": 1}).encode()
+
+    def status(client, origin, kind) -> int:
+        headers = {"Origin": origin} | ({} if kind is None else {"Content-Type": kind})
+        return client.post(COMPLETIONS, content=body, headers=headers).status_code
+
+    for origin in (ORIGIN, "null", server.url.replace("127.0.0.1", "localhost")):
+        for kind in ("text/plain", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "", None):
+            assert status(http, origin, kind) == 415
+        # A page cannot send this without asking first, and is refused then.
+        assert status(http, origin, "application/json; charset=utf-8") == 200
+    assert status(http, server.url, "text/plain") == 200, "its own page"
+    for allowed in (ORIGIN, "*"):
+        with serving(server.llm, cors_allow_origins=[allowed]) as open_to, open_to.http() as other:
+            assert status(other, ORIGIN, "text/plain") == 200
+
+
+def test_unknown_ids_have_no_text(server, http):
+    known = server.llm.tokenizer.vocab_size
+    assert http.post("/detokenize", json={"tokens": [97, known - 1]}).status_code == 200
+    for unknown in (known, 10**6):  # the model has some rows more
+        error = refused(http, "/detokenize", {"tokens": [97, unknown]})
+        assert error["param"] == "tokens" and f"{unknown}, but the vocabulary ends at {known - 1}" in error["message"]
+    answer = http.post(COMPLETIONS, json={"prompt": [97, known], "echo": True, "max_tokens": 0}).json()
+    assert answer["choices"][0]["text"] == "a"
 
 
 @pytest.mark.parametrize(("path", "body", "param"), [

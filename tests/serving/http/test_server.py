@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import jaxserve
+from jaxserve.serving.http.bodies import Bodies
 from jaxserve.serving.service import ServiceLimits
 from tests.serving.http.conftest import TIMEOUT, serving
 
@@ -164,6 +165,44 @@ def test_large_bodies(server):
         chunked = http.post("/v1/completions", content=(b"x" * 100 for _ in range(1000)))
         assert chunked.status_code == 413
         assert http.post("/v1/completions", json=COMPLETION).status_code == 200
+
+
+@pytest.mark.parametrize("expect", [b"", b"Expect: 100-continue\r\n"])
+def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(server, expect):
+    with socket.create_connection(("127.0.0.1", server.port), TIMEOUT) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%sContent-Length: %d\r\n\r\n"
+                           % (expect, 2**40))
+        answer = b""
+        while b"body_too_large" not in answer:
+            assert (received := connection.recv(4096))
+            answer += received
+        assert answer.startswith(b"HTTP/1.1 413") and b"\r\nconnection: close\r\n" in answer.lower()
+        # It may be read by somebody who is still sending; nothing that comes now is taken for a request.
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
+        connection.shutdown(socket.SHUT_WR)
+        assert b"HTTP/1.1" not in b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+def test_large_bodies_are_held_a_few_at_a_time(server, monkeypatch):
+    """Small ones are served meanwhile."""
+    held: list[int] = []
+    hold = Bodies._hold
+    monkeypatch.setattr(Bodies, "_hold", lambda bodies, more: (hold(bodies, more), held.append(more)))
+    with serving(server.llm, max_body_bytes=200_000) as small, small.http() as http, contextlib.ExitStack() as stack:
+        beginning = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n" + b" " * 199_999
+        body = {"prompt": "x" * 150_000}
+        for _ in range(4):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", small.port), TIMEOUT))
+            connection.sendall(beginning)
+        while sum(held) < 4 * 199_999:
+            pass
+        answer = http.post("/tokenize", json=body)
+        assert answer.status_code == 429 and answer.headers["retry-after"]
+        assert http.post("/v1/completions", json=COMPLETION).status_code == 200
+        stack.close()
+        while http.post("/tokenize", json=body).status_code == 429:
+            pass
+        assert http.post("/tokenize", json=body).json()["count"] == 150_000
 
 
 def test_a_body_of_64_megabytes(http):
