@@ -16,22 +16,27 @@ AttentionBackend = Literal["auto", "reference", "xla", "cpu_native", "mosaic_gpu
 CompileMode = Literal["lazy", "eager"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
+# What counts, beside the memory that planning looks at. A prompt and its continuation are two tokens at least; the
+# sampler's random numbers are apart for positions below 2**20; page ids of all layers must be 32 bit integers.
+_BOUNDS = {"max_model_len": (2, 1 << 20), "max_num_seqs": (1, 1 << 16), "max_num_batched_tokens": (1, 1 << 20),
+           "num_pages": (1, 1 << 24), "decode_steps": (1, 256)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Options of one engine. None means: chosen at start from the model and the device, and logged.
 
     Attributes:
-        max_model_len: most tokens of prompt and output together. Default: the model's own limit,
+        max_model_len: most tokens of prompt and output together (2 to 1048576). Default: the model's own limit,
             but at most `DEFAULT_MAX_MODEL_LEN`.
-        max_num_seqs: most sequences that run at once (the decode batch). Default 32 on CPU, 256 on
+        max_num_seqs: most sequences that run at once (the decode batch; at most 65536). Default 32 on CPU, 256 on
             accelerators.
-        max_num_batched_tokens: token budget of one step. Default 512 on CPU, 2048 on accelerators.
+        max_num_batched_tokens: token budget of one step (at most 1048576). Default 512 on CPU, 2048 on accelerators.
         max_waiting_requests: bound of the waiting queue; more raise QueueFullError. Sequences of a
             blocking `generate` call are fed in as room appears, so lists of any length work.
         page_size: tokens in one KV page (a power of two, 8 to 256). Default 64 on CPU, where the attention
             loop works through whole pages, 16 on accelerators.
-        num_pages: pages in the KV pool; default from memory (see `kv_cache_memory_fraction`).
+        num_pages: pages in the KV pool (at most 16777216); default from memory (see `kv_cache_memory_fraction`).
         kv_cache_memory_bytes: size of the KV pool in bytes, instead of `num_pages`.
         kv_cache_memory_fraction: share of the free RAM that the pool may take on CPU, never more than
             what `max_num_seqs` full-length sequences can use, nor than `CPU_POOL_LIMIT_BYTES`.
@@ -43,7 +48,7 @@ class EngineConfig:
             they cannot run.
         seed: base of the seeds given to requests without one. None: from the operating system.
         scheduling_policy: "fcfs" or "priority" (lower `priority` first, ties by arrival).
-        decode_steps: decode steps in one launch when nothing is being prefilled.
+        decode_steps: decode steps in one launch when nothing is being prefilled (at most 256).
         compile_mode: "lazy" compiles the shapes that are met, "eager" all of them at start.
         deterministic: one prefill shape and one decode shape, so that a request's ids and logprobs are
             bitwise equal whatever runs beside it.
@@ -83,6 +88,10 @@ class EngineConfig:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting_requests",
                      "page_size", "num_pages", "kv_cache_memory_bytes", "decode_steps"):
             positive(name)
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ConfigError(f"{name} must be from {least} to {most}, got {value}")
         if self.page_size is not None and (not 8 <= self.page_size <= 256 or self.page_size & (self.page_size - 1)):
             raise ConfigError(f"page_size must be a power of two from 8 to 256, got {self.page_size}")
         if self.num_pages is not None and self.kv_cache_memory_bytes is not None:

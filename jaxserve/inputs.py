@@ -43,6 +43,24 @@ def listed_conversations(messages: Any) -> tuple[list[Any], bool]:
     return items, False
 
 
+def one_prompt(prompt: Any) -> Any:
+    """The prompt of a stream, which takes one. Raises RequestError for several."""
+    items, single = listed_prompts(prompt)
+    if not single and any(isinstance(item, str | Mapping | Sequence) for item in items):
+        raise RequestError(f"a stream takes one prompt, got a list of {len(items)}; start a stream for each, or give "
+                           "the list to generate", "prompt")
+    return items[0] if single else items
+
+
+def one_conversation(messages: Any) -> Any:
+    """As `one_prompt`, of conversations."""
+    items, single = listed_conversations(messages)
+    if not single and any(isinstance(item, Sequence) and not isinstance(item, str) for item in items):
+        raise RequestError(f"a stream takes one conversation, got a list of {len(items)}; start a stream for each, or "
+                           "give the list to chat", "messages")
+    return items[0] if single else items
+
+
 def _check_not_both(params: Any, sampling: dict[str, Any]) -> None:
     if params is not None and sampling:
         raise RequestError(f"give sampling_params or single sampling options ({', '.join(sorted(sampling))}), not both",

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import logging
-import queue
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
@@ -15,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jaxserve import offline
 from jaxserve.config import EngineConfig, ResolvedConfig
 from jaxserve.engine.async_engine import EngineThread
 from jaxserve.engine.core import EngineCore, Request, StepStats
@@ -24,19 +22,22 @@ from jaxserve.engine.processor import ProcessedRequest, Processor, Prompt, eos_t
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError, EngineClosedError, RequestError
 from jaxserve.inputs import (
-    failed_output,
     listed_conversations,
     listed_prompts,
     new_request_id,
+    one_conversation,
     one_params,
+    one_prompt,
     params_for,
     progress_bar,
 )
 from jaxserve.models.params import DecoderParams
 from jaxserve.outputs import RequestOutput, StreamEvent
+from jaxserve.runtime.devices import default_device
 from jaxserve.runtime.executables import Executables
 from jaxserve.runtime.host_memory import LOGITS_WORTH_KEEPING, give_back, keep_large_blocks
 from jaxserve.runtime.jax_settings import own_settings
+from jaxserve.runtime.memory import memory_errors
 from jaxserve.runtime.planning import plan_engine, resolve_dtype
 from jaxserve.runtime.programs import EnginePlan
 from jaxserve.runtime.runner import Runner
@@ -51,7 +52,6 @@ Messages = Sequence[Mapping[str, Any]]
 # What `chat` does with messages before they are a prompt.
 _TEMPLATE_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template",
                      "chat_template_kwargs")
-_BAR_REFRESH = 0.2  # seconds
 
 
 class LLM:
@@ -80,12 +80,12 @@ class LLM:
         engine_config = EngineConfig.from_options(options)
         started = time.perf_counter()
         source = self._source = _open_source(model, config, params, name_map, tokenizer, engine_config.max_model_len)
-        device = jax.devices()[0]
+        device = default_device()
         self._dtype = resolve_dtype(engine_config.dtype, source.dtype, device)
         self.tokenizer = source.tokenizer
-        valid_vocab = source.spec.vocab_size if self.tokenizer is None else self.tokenizer.vocab_size
         on_device = isinstance(params, DecoderParams) and isinstance(params.embed, jax.Array)
-        plan = plan_engine(source.spec, self._dtype, engine_config, valid_vocab, device, weights_loaded=on_device)
+        plan = plan_engine(source.spec, self._dtype, engine_config, source.valid_vocab, device,
+                           weights_loaded=on_device)
         self.config: ResolvedConfig = plan.config
         executables = Executables(plan.lower, engine_config.compilation_cache_dir)
         if device.platform == "cpu" and plan.logits_bytes > LOGITS_WORTH_KEEPING:
@@ -94,13 +94,15 @@ class LLM:
         source.check()
         # Before the weights are loaded, so that what XLA needs meanwhile does not come on top of them.
         if engine_config.compile_mode == "eager":
-            _compile_all(plan, executables)
+            with memory_errors("compiling"):
+                _compile_all(plan, executables)
         compiled = time.perf_counter()
         sharding = jax.sharding.SingleDeviceSharding(device)
-        if params is None:
-            placed = source.load(self._dtype, sharding)
-        else:
-            placed = params_from_arrays(params, source.spec, source.name_map, name_map, self._dtype, sharding)
+        with memory_errors("loading the weights"):
+            if params is None:
+                placed = source.load(self._dtype, sharding)
+            else:
+                placed = params_from_arrays(params, source.spec, source.name_map, name_map, self._dtype, sharding)
         give_back()  # what reading and dequantising took
         loaded = time.perf_counter()
 
@@ -110,7 +112,8 @@ class LLM:
                                     source.generation_config if engine_config.use_generation_config else {},
                                     engine_config.seed)
         self._texts = None if self.tokenizer is None else TokenTexts(self.tokenizer)
-        runner.reset_state()
+        with memory_errors("making the KV pool and the sequences' state"):
+            runner.reset_state()
         if engine_config.compile_mode == "eager":
             runner.mark_warm()
         self._core = EngineCore(Scheduler(plan.config), runner)
@@ -143,14 +146,16 @@ class LLM:
             KeyboardInterrupt: after an interrupt; the requests are aborted and the engine stays usable.
         """
         items, single = listed_prompts(prompts)
-        return self._generate(items, single, self._processor.process, sampling_params, sampling, use_tqdm)
+        each = self._params_for(items, sampling_params, sampling)
+        return offline.run(self, items, each, self._processor.process, single=single, use_tqdm=use_tqdm)
 
     async def agenerate(self, prompts: Prompt | Iterable[Prompt],
                         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                         use_tqdm: bool = True, **sampling: Any) -> list[RequestOutput]:
         """As `generate`, for coroutines: the event loop runs on meanwhile. Cancelling it aborts the requests."""
         items, single = listed_prompts(prompts)
-        return await self._agenerate(items, single, self._processor.process, sampling_params, sampling, use_tqdm)
+        each = self._params_for(items, sampling_params, sampling)
+        return await offline.arun(self, items, each, self._processor.process, single=single, use_tqdm=use_tqdm)
 
     def chat(self, messages: Messages | Iterable[Messages],
              sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -173,7 +178,8 @@ class LLM:
                     "tools": tools, "chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs}
         items, single = listed_conversations(messages)
         process = functools.partial(self.process_chat, **template)
-        return self._generate(items, single, process, sampling_params, sampling, use_tqdm)
+        each = self._params_for(items, sampling_params, sampling)
+        return offline.run(self, items, each, process, single=single, use_tqdm=use_tqdm)
 
     async def achat(self, messages: Messages | Iterable[Messages],
                     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -181,7 +187,8 @@ class LLM:
         """As `chat`, with its options, for coroutines; see `agenerate`."""
         items, single = listed_conversations(messages)
         process = functools.partial(self.process_chat, **_take_template_options(options))
-        return await self._agenerate(items, single, process, sampling_params, options, use_tqdm)
+        each = self._params_for(items, sampling_params, options)
+        return await offline.arun(self, items, each, process, single=single, use_tqdm=use_tqdm)
 
     # -- streams
 
@@ -195,23 +202,23 @@ class LLM:
             RequestError: the request is invalid (at the call, not at the first event).
             QueueFullError, EngineError: instead of an event.
         """
-        return self._stream(self._processor.process(prompt, one_params(sampling_params, sampling)))
+        return offline.stream(self, self._process(prompt, sampling_params, sampling))
 
     def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None,
                     **options: Any) -> Generator[StreamEvent, None, None]:
         """As `stream`, for one conversation; options as for `chat`."""
-        return self._stream(self._process_chat(messages, sampling_params, options))
+        return offline.stream(self, self._process_chat(messages, sampling_params, options))
 
     def astream(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                 **sampling: Any) -> AsyncGenerator[StreamEvent, None]:
         """As `stream`, for coroutines; the request starts when the first event is awaited. Cancelling or closing
         the iterator aborts it."""
-        return self._astream(self._processor.process(prompt, one_params(sampling_params, sampling)))
+        return offline.astream(self, self._process(prompt, sampling_params, sampling))
 
     def astream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None,
                      **options: Any) -> AsyncGenerator[StreamEvent, None]:
         """As `astream`, for one conversation; options as for `chat`."""
-        return self._astream(self._process_chat(messages, sampling_params, options))
+        return offline.astream(self, self._process_chat(messages, sampling_params, options))
 
     # -- for servers: a request in steps, for callers that must not wait
 
@@ -224,14 +231,21 @@ class LLM:
         return self._processor.process(self.chat_token_ids(messages, **template), params)
 
     def submit(self, processed: ProcessedRequest, on_event: Callable[[StreamEvent], None],
-               request_id: str | None = None) -> str:
+               request_id: str | None = None, *, patient: bool = False) -> str:
         """Starts a request and returns its id at once. `on_event` is called in the engine's thread, with the
-        request's errors too, and must not block. Raises EngineClosedError."""
-        return self._submit(processed, on_event, request_id=request_id)
+        request's errors too, and must not block. A `patient` one waits for room in the queue, where others end with
+        QueueFullError. Raises EngineClosedError."""
+        request_id = request_id or new_request_id()
+        self._thread.submit(Request(RequestState(request_id, processed, self._texts), on_event, patient))
+        return request_id
 
     def abort(self, request_id: str) -> None:
         """Ends a request within a step. No effect on one that has ended."""
         self._thread.abort(request_id)
+
+    def settle(self) -> None:
+        """Returns when the engine's thread has done what it was asked for so far. Raises EngineClosedError."""
+        self._thread.call(lambda: None)
 
     def token_piece(self, token_id: int) -> str | bytes:
         """What an id adds to a text: its text, or its bytes if they are not whole characters."""
@@ -336,15 +350,24 @@ class LLM:
 
     # -- inside
 
+    def _params_for(self, items: list[Any], sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+                    sampling: dict[str, Any]) -> list[SamplingParams]:
+        self._check_open()
+        return params_for(len(items), sampling_params, sampling)
+
     def _check_open(self) -> None:
         if self.closed:
             raise EngineClosedError("the engine is closed")
+
+    def _process(self, prompt: Prompt, sampling_params: SamplingParams | None,
+                 sampling: dict[str, Any]) -> ProcessedRequest:
+        return self._processor.process(one_prompt(prompt), one_params(sampling_params, sampling))
 
     def _process_chat(self, messages: Messages, sampling_params: SamplingParams | None,
                       options: dict[str, Any]) -> ProcessedRequest:
         template = _take_template_options(options)
         params = one_params(sampling_params, options)
-        return self.process_chat(messages, params, **template)
+        return self.process_chat(one_conversation(messages), params, **template)
 
     def token_ids(self, text: str, *, add_special_tokens: bool = True, must_fit: bool = True) -> list[int]:
         """The ids of a text. Raises RequestError: there is no tokenizer, or the text is too long (see
@@ -367,171 +390,6 @@ class LLM:
         self._processor.check_conversation([messages, template, variables])
         text = self.tokenizer.render_chat(messages, **template, **variables)
         return self._processor.encode(text, add_special_tokens=False, param="messages", must_fit=must_fit)
-
-    def _submit(self, processed: ProcessedRequest, on_event: Callable[[StreamEvent], None], *,
-                patient: bool = False, request_id: str | None = None) -> str:
-        request_id = request_id or new_request_id()
-        self._thread.submit(Request(RequestState(request_id, processed, self._texts), on_event, patient))
-        return request_id
-
-    def _generate(self, items: list[Any], single: bool, process: Callable[[Any, SamplingParams], ProcessedRequest],
-                  sampling_params: SamplingParams | Sequence[SamplingParams] | None, sampling: dict[str, Any],
-                  use_tqdm: bool) -> list[RequestOutput]:
-        """Processes `items` (prompts or conversations), runs those that are valid, and waits for all."""
-        self._check_open()
-        each = params_for(len(items), sampling_params, sampling)
-        done: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
-        batch = _Batch(_prepare(items, each, process), done.put, use_tqdm)
-        try:
-            self._start(batch)
-            while batch.unfinished:
-                try:
-                    batch.finish(*done.get(timeout=_BAR_REFRESH))
-                except queue.Empty:
-                    batch.show()
-        except BaseException:
-            # An interrupt, usually. Wait until the engine has let go, so that the next call starts clean.
-            self._abandon(batch)
-            with contextlib.suppress(EngineClosedError):
-                self._thread.call(lambda: None)
-            raise
-        finally:
-            batch.bar.close()
-        return batch.results(single)
-
-    async def _agenerate(self, items: list[Any], single: bool,
-                         process: Callable[[Any, SamplingParams], ProcessedRequest],
-                         sampling_params: SamplingParams | Sequence[SamplingParams] | None, sampling: dict[str, Any],
-                         use_tqdm: bool) -> list[RequestOutput]:
-        """As `_generate`; what takes time happens in other threads."""
-        self._check_open()
-        each = params_for(len(items), sampling_params, sampling)
-        prepared = await asyncio.to_thread(_prepare, items, each, process)
-        loop = asyncio.get_running_loop()
-        done: asyncio.Queue[tuple[int, RequestOutput]] = asyncio.Queue()
-
-        def deliver(item: tuple[int, RequestOutput]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has closed, so nobody waits any more
-                loop.call_soon_threadsafe(done.put_nowait, item)
-
-        batch = _Batch(prepared, deliver, use_tqdm)
-        try:
-            self._start(batch)
-            while batch.unfinished:
-                try:
-                    batch.finish(*await asyncio.wait_for(done.get(), _BAR_REFRESH))
-                except TimeoutError:
-                    batch.show()
-        except BaseException:  # cancelled, usually
-            self._abandon(batch)
-            raise
-        finally:
-            batch.bar.close()
-        return batch.results(single)
-
-    def _start(self, batch: _Batch) -> None:
-        for index, processed in batch.valid.items():
-            self._submit(processed, batch.listener(index), patient=True, request_id=batch.request_ids[index])
-
-    def _abandon(self, batch: _Batch) -> None:
-        for request_id in batch.request_ids.values():
-            self._thread.abort(request_id)
-
-    def _stream(self, processed: ProcessedRequest) -> Generator[StreamEvent, None, None]:
-        events: queue.SimpleQueue[StreamEvent] = queue.SimpleQueue()
-        request_id = self._submit(processed, events.put)
-
-        def iterate() -> Generator[StreamEvent, None, None]:
-            try:
-                finished = False
-                while not finished:
-                    event = events.get()
-                    finished = _is_last(event)
-                    yield event
-            finally:
-                self._thread.abort(request_id)  # no effect on one that has ended
-
-        iterator = iterate()
-        # A generator that is dropped before its first event never enters its try block.
-        weakref.finalize(iterator, self._thread.abort, request_id).atexit = False
-        return iterator
-
-    async def _astream(self, processed: ProcessedRequest) -> AsyncGenerator[StreamEvent, None]:
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[StreamEvent] = asyncio.Queue()
-
-        def deliver(event: StreamEvent) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has closed, so nobody waits any more
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        request_id = self._submit(processed, deliver)
-        try:
-            finished = False
-            while not finished:
-                event = await events.get()
-                finished = _is_last(event)
-                yield event
-        finally:
-            self._thread.abort(request_id)  # no effect on one that has ended
-
-
-class _Batch:
-    """The requests of one call, their outputs so far, and its progress bar.
-
-    Args:
-        prepared: in the order of the prompts; those that were invalid are outputs already.
-        deliver: called in the engine's thread with the index and the output of each that ends.
-    """
-
-    def __init__(self, prepared: list[ProcessedRequest | RequestOutput],
-                 deliver: Callable[[tuple[int, RequestOutput]], None], use_tqdm: bool):
-        self._outputs = {index: item for index, item in enumerate(prepared) if isinstance(item, RequestOutput)}
-        self.valid = {index: item for index, item in enumerate(prepared) if isinstance(item, ProcessedRequest)}
-        self.request_ids = {index: new_request_id() for index in self.valid}
-        self._deliver = deliver
-        self._num_tokens = 0
-        self._started = time.perf_counter()
-        self.bar = progress_bar(len(prepared), use_tqdm)
-        self.bar.update(len(self._outputs))
-
-    @property
-    def unfinished(self) -> int:
-        return len(self.valid.keys() - self._outputs.keys())
-
-    def listener(self, index: int) -> Callable[[StreamEvent], None]:
-        def on_event(event: StreamEvent) -> None:
-            self._num_tokens += len(event.token_ids)
-            if event.output is not None:
-                self._deliver((index, event.output))
-        return on_event
-
-    def finish(self, index: int, output: RequestOutput) -> None:
-        self._outputs[index] = output
-        self.show(refresh=False)
-        self.bar.update(1)  # redraws, but not too often
-
-    def show(self, refresh: bool = True) -> None:
-        rate = self._num_tokens / (time.perf_counter() - self._started)
-        self.bar.set_postfix_str(f"{rate:.1f} tok/s", refresh)
-
-    def results(self, single: bool) -> list[RequestOutput]:
-        """In the order of the prompts. Raises the error of a `single` one."""
-        outputs = [self._outputs[index] for index in range(len(self._outputs))]
-        if single and outputs[0].error is not None:
-            raise outputs[0].error
-        return outputs
-
-
-def _prepare(items: list[Any], params: list[SamplingParams],
-             process: Callable[[Any, SamplingParams], ProcessedRequest]) -> list[ProcessedRequest | RequestOutput]:
-    """Each item as a request, or as the output that says why it cannot be one."""
-    prepared: list[ProcessedRequest | RequestOutput] = []
-    for item, its_params in zip(items, params, strict=True):
-        try:
-            prepared.append(process(item, its_params))
-        except RequestError as error:
-            prepared.append(failed_output(item, error))
-    return prepared
 
 
 def _take_template_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -558,12 +416,3 @@ def _compile_all(plan: EnginePlan, executables: Executables) -> None:
     # The largest first: the threads finish together, and what stays of the others lies in the gaps that it leaves.
     with progress_bar(len(plan.programs), desc="Compiling", unit="program", leave=False) as bar:
         executables.compile_all(reversed(plan.programs), lambda _: bar.update(1))
-
-
-def _is_last(event: StreamEvent) -> bool:
-    """Whether the event ends its request. Raises the request's error if it failed."""
-    if event.output is None:
-        return False
-    if event.output.error is not None:
-        raise event.output.error
-    return True

@@ -20,7 +20,7 @@ LEVELS = {
     "jaxserve.weights": 4, "jaxserve.tokenizer": 4, "jaxserve.text_length": 4,
     "jaxserve.runtime": 5,
     "jaxserve.engine": 6, "jaxserve.capacity": 6,
-    "jaxserve.llm": 7, "jaxserve.one_call": 7,
+    "jaxserve.llm": 7, "jaxserve.offline": 7, "jaxserve.one_call": 7,
     "jaxserve": 8, "jaxserve.__main__": 9, "jaxserve.cli": 8, "jaxserve.bench": 8, "jaxserve.serving": 8,
     "jaxserve.client": 8,
 }

@@ -13,7 +13,6 @@ import jax
 
 from jaxserve.models.params import abstract_params
 from jaxserve.models.spec import DecoderSpec
-from jaxserve.runtime.programs import EnginePlan
 
 # Leaves of DecoderParams that every device holds whole: norms, and the biases that are added after the sum over
 # devices.
@@ -61,17 +60,3 @@ def _leaves(spec: DecoderSpec, dtype: str, degree: int) -> list[tuple[str, int, 
         name, size = path[-1].name, math.prod(leaf.shape)
         leaves.append((name, size if name in _REPLICATED else -(-size // degree), leaf.dtype.itemsize))
     return leaves
-
-
-def estimated_temp_bytes(plan: EnginePlan) -> int:
-    """Temporaries of the plan's largest step, as the sum of the arrays that live at once, where no compiler can say.
-
-    Either those of the layers, for each row the residual stream and twice the widest product, or those of sampling,
-    for each row that may sample five arrays of logits, all float32. docs/capacity.md compares this with what the
-    compilers say.
-    """
-    spec = plan.step.model
-    largest = max(plan.buckets, key=lambda bucket: bucket.num_tokens)
-    widest = max(2 * spec.mlp_size, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
-    return 4 * max(largest.num_tokens * (spec.hidden_size + 2 * widest),
-                   5 * largest.num_seqs(plan.config.query_block) * spec.vocab_size)

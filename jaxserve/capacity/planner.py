@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import jax
-
 from jaxserve.capacity import jobs
-from jaxserve.capacity.footprint import estimated_temp_bytes, share_of, tensor_degrees, weights_bytes
+from jaxserve.capacity.footprint import share_of, tensor_degrees, weights_bytes
 from jaxserve.capacity.models import Model
 from jaxserve.capacity.roofline import DecodeFloor, decode_floor
 from jaxserve.capacity.targets import DEFAULT_GPU_FRACTION, Target
@@ -130,7 +127,7 @@ def plan_capacity(model: Model, target: Target, config: EngineConfig, *, context
     chosen = None
     for degree in tensor_degrees(model.spec, target.num_devices):
         plan = smallest_plan(share_of(model.spec, degree), dtype, config, model.spec.vocab_size, device)
-        share = _share(model, plan, config, degree, estimated_temp_bytes(plan))
+        share = _share(model, plan, config, degree, plan.estimated_temp_bytes)
         if share.fits and chosen is None and missing is None and programs != "none":
             job = jobs.Job(target=target.name, config=model.config, dtype=dtype, options=dataclasses.asdict(config),
                            num_pages=share.num_pages, degree=degree,
@@ -161,18 +158,17 @@ def _share(model: Model, plan: EnginePlan, config: EngineConfig, degree: int, te
     device: Any = plan.device
     limit = available_ram() if device.platform == "cpu" else device.memory_stats()["bytes_limit"]
     page_bytes = plan.pool_bytes // plan.config.num_pages
-    slots = sum(math.prod(leaf.shape) * leaf.dtype.itemsize
-                for leaf in jax.tree.leaves(jax.eval_shape(plan.init_state).slots))
     weights = weights_bytes(model.spec, plan.params.embed.dtype.name, degree)
     try:
         size = pool_size(plan, config, device, weights_bytes=weights, step_temp_bytes=lambda: temp_bytes)
         num_pages, reason, short = size.num_pages, size.reason, 0
     except OutOfMemoryError as error:
         num_pages, reason, short = plan.config.max_pages_per_seq + 1, str(error), 1
-    # A pool whose size is set by hand is not compared with an accelerator's memory by the engine: its allocator does.
-    short = max(weights + temp_bytes + slots + num_pages * page_bytes - limit, short)
-    return Share(degree=degree, limit_bytes=limit, weights_bytes=weights, temp_bytes=temp_bytes, slots_bytes=slots,
-                 pool_bytes=num_pages * page_bytes, num_pages=num_pages,
+    # The engine compares a pool whose size is set by hand with an accelerator's memory without the temporaries, for
+    # which it would have to compile.
+    short = max(weights + temp_bytes + plan.slots_bytes + num_pages * page_bytes - limit, short)
+    return Share(degree=degree, limit_bytes=limit, weights_bytes=weights, temp_bytes=temp_bytes,
+                 slots_bytes=plan.slots_bytes, pool_bytes=num_pages * page_bytes, num_pages=num_pages,
                  num_tokens=(num_pages - 1) * plan.config.page_size, short_bytes=short, pool_reason=reason)
 
 
@@ -186,9 +182,10 @@ def _choose(plan: EnginePlan, programs: Programs) -> Sequence[Program]:
 def _too_large(model: Model, target: Target, least: Share) -> str:
     where = f"one device of {target.name}" if least.degree == 1 else f"each of {least.degree} devices of {target.name}"
     return (f"{model.description} does not fit: {where} would hold {_gib(least.weights_bytes)} of weights, "
-            f"{_gib(least.temp_bytes)} of temporaries and {_gib(least.pool_bytes)} of KV pool, and "
-            f"{_gib(least.limit_bytes)} can be used, {_gib(least.short_bytes)} too little; lower max_model_len, "
-            f"max_num_seqs or max_num_batched_tokens, or take a larger target")
+            f"{_gib(least.temp_bytes)} of temporaries, {_gib(least.slots_bytes)} of the sequences' ids and options "
+            f"and {_gib(least.pool_bytes)} of KV pool; {_gib(least.limit_bytes)} can be used, "
+            f"{_gib(least.short_bytes)} too little; lower max_model_len, max_num_seqs or max_num_batched_tokens, or "
+            f"take a larger target")
 
 
 def _gib(num_bytes: int) -> str:

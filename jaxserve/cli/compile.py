@@ -23,9 +23,8 @@ def compile(model: str, **options: Any) -> None:
     finds them. No weights are loaded. It must run where the engine is going to: what the compilers make of a TPU
     or GPU that is not here (jaxserve plan) cannot be put into the cache.
     """
-    import jax
-
     from jaxserve.runtime.compilation_cache import cache_directory
+    from jaxserve.runtime.devices import default_device
     from jaxserve.runtime.executables import Executables
     from jaxserve.runtime.planning import plan_engine, resolve_dtype
     from jaxserve.weights.source import open_model
@@ -35,7 +34,7 @@ def compile(model: str, **options: Any) -> None:
     if directory is None:
         raise ConfigError(f"compilation_cache_dir={config.compilation_cache_dir!r}: compiled programs would not be "
                           f"kept; give a directory that can be written to")
-    source, device = open_model(model, config.max_model_len), jax.devices()[0]
+    source, device = open_model(model, config.max_model_len), default_device()
     plan = plan_engine(source.spec, resolve_dtype(config.dtype, source.dtype, device), config, source.valid_vocab,
                        device)
     executables = Executables(plan.lower, config.compilation_cache_dir)

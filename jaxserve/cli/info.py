@@ -35,13 +35,12 @@ def info(model: str | None, **options: Any) -> None:
 
 
 def _system() -> Facts:
-    import jax
-
     from jaxserve.bench import measure
+    from jaxserve.runtime.devices import all_devices
     env = measure.environment()
     facts = {"Python": f"{env['python']} ({env['platform']})", "CPU": f"{env['cpu']}, {env['cpus']} usable"}
     facts |= env["versions"]
-    for device in jax.devices():
+    for device in all_devices():
         stats = device.memory_stats() or {}
         memory = f", {_size(stats['bytes_limit'])}" if "bytes_limit" in stats else ""
         facts[f"device {device.id}"] = f"{device.platform}, {device.device_kind}{memory}"
@@ -51,11 +50,12 @@ def _system() -> Facts:
 def _model(model: str, config: EngineConfig) -> dict[str, Facts]:
     import jax
 
+    from jaxserve.runtime.devices import default_device
     from jaxserve.runtime.planning import plan_engine, resolve_dtype
     from jaxserve.weights.source import open_model
 
-    source, device = open_model(model, config.max_model_len), jax.devices()[0]
-    plan = plan_engine(source.spec, resolve_dtype(config.dtype, source.dtype, device), config, source.spec.vocab_size,
+    source, device = open_model(model, config.max_model_len), default_device()
+    plan = plan_engine(source.spec, resolve_dtype(config.dtype, source.dtype, device), config, source.valid_vocab,
                        device)
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(plan.params))
     return {
@@ -87,6 +87,8 @@ def _engine(plan: EnginePlan) -> Facts:
         "max_num_seqs": str(config.max_num_seqs),
         "max_num_batched_tokens": str(config.max_num_batched_tokens),
         "weights": _size(plan.weights_bytes),
+        "sequences": f"{_size(plan.slots_bytes)} for their ids and options",
+        "largest step": f"about {_size(plan.estimated_temp_bytes)} while it runs",
         "attention backend": f"{plan.step.backend} ({plan.backend_reason})",
         "KV pool": f"{_size(plan.pool_bytes)} in {plan.step.attention.dtype}: {config.num_pages:,} pages of "
                    f"{config.page_size} tokens, "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -49,6 +50,7 @@ class EngineThread:
         self._on_close = on_close
         self._settings = settings
         self._inbox: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()  # None: close
+        self._process_id = os.getpid()
         self._closing = False
         self._finished = False
         self._fault: BaseException | None = None
@@ -110,11 +112,21 @@ class EngineThread:
     def close(self) -> None:
         """Aborts what runs, ends the thread and frees the engine. Twice is fine."""
         self._closing = True
+        if self._forked:  # the engine goes on in its own process
+            return
         self._inbox.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._process_id
+
     def _post(self, task: _Task) -> None:
+        if self._forked:  # nobody would answer
+            raise EngineClosedError(
+                f"this engine lives in process {self._process_id}, and process {os.getpid()} is a fork of it, without "
+                "the engine's thread; make the LLM in the child, and start it with multiprocessing's \"spawn\"")
         if self._closing:
             raise self._closed_error()
         self._inbox.put(task)

@@ -146,7 +146,7 @@ def pool_size(plan: EnginePlan, config: EngineConfig, device: Any, *, weights_by
     return size_pool(
         config, page_bytes=plan.pool_bytes // plan.config.num_pages, page_size=plan.config.page_size,
         max_model_len=plan.config.max_model_len, max_num_seqs=plan.config.max_num_seqs, device=device,
-        weights_bytes=weights_bytes, step_temp_bytes=step_temp_bytes)
+        weights_bytes=weights_bytes, slots_bytes=plan.slots_bytes, step_temp_bytes=step_temp_bytes)
 
 
 def with_pool(plan: EnginePlan, size: PoolSize) -> EnginePlan:
@@ -163,8 +163,10 @@ def takes_bits(dtype: str, device: jax.Device) -> bool:
 
 
 def _step_temp_bytes(smallest: EnginePlan, cache_dir: str | None) -> int:
-    """Temporaries of the largest step. The pool is updated in place, so they do not depend on its size: compile
-    with the smallest pool, and ask."""
+    """Temporaries of the largest step. On CPUs, where XLA does not say all and a compilation is dear, an estimate. The
+    pool is updated in place, so they do not depend on its size: compile with the smallest pool, and ask."""
+    if smallest.device.platform == "cpu":
+        return smallest.estimated_temp_bytes
     largest = max(smallest.buckets, key=lambda bucket: bucket.num_tokens)
     analysis = Executables(smallest.lower, cache_dir).get(largest).memory_analysis()
     return 0 if analysis is None else analysis.temp_size_in_bytes

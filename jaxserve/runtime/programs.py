@@ -56,12 +56,35 @@ class EnginePlan:
 
     @property
     def weights_bytes(self) -> int:
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.params))
+        return _num_bytes(self.params)
 
     @property
     def logits_bytes(self) -> int:
         """Of the largest decode step; its temporaries are a few times that."""
         return self.config.max_num_seqs * self.config.vocab_size * 4
+
+    @property
+    def slots_bytes(self) -> int:
+        """Ids, options and tables of the running sequences."""
+        config = self.config
+        return _num_bytes(slots.abstract_slots(config.max_num_seqs, config.max_model_len, config.vocab_size))
+
+    @property
+    def estimated_temp_bytes(self) -> int:
+        """Temporaries of the largest step, as the sum of the arrays that live at once, where no compiler can say.
+
+        Either those of the layers, for each row the residual stream and twice the widest product, or those of
+        sampling, for each row that may sample five arrays of logits, all float32; and the log-probabilities that it
+        returns. docs/capacity.md compares this with what the compilers say.
+        """
+        spec, config = self.step.model, self.config
+        largest = max(self.buckets, key=lambda bucket: bucket.num_tokens)
+        widest = max(2 * spec.mlp_size, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
+        rows = max(bucket.decode_steps * bucket.num_seqs(config.query_block) + bucket.prefill_rows
+                   for bucket in self.buckets)
+        return 8 * rows * config.max_logprobs + 4 * max(
+            largest.num_tokens * (spec.hidden_size + 2 * widest),
+            5 * largest.num_seqs(config.query_block) * spec.vocab_size)
 
     @own_settings()
     def init_state(self) -> DeviceState:
@@ -89,3 +112,7 @@ class EnginePlan:
                 state.slots, vector(jnp.int32), vector(jnp.int32, ints), vector(jnp.float32, floats))
         batch = vector(jnp.int32, program.num_seqs(config.query_block), NUM_COLUMNS + config.max_pages_per_seq)
         return jax.jit(partial(step, self.step, program), donate_argnums=1).lower(placed(self.params), state, batch)
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -76,7 +76,7 @@ def test_a_share_has_whole_groups_of_heads():
 def test_the_pool_is_what_weights_and_temporaries_leave():
     plan = capacity("gpu:h100", max_num_seqs=128)
     share, page = plan.share, 16 * (128 << 10)
-    left = int(share.limit_bytes * 0.97) - share.weights_bytes - share.temp_bytes
+    left = int(share.limit_bytes * 0.97) - share.weights_bytes - share.slots_bytes - share.temp_bytes
     assert share.num_pages == left // page
     assert share.pool_bytes == share.num_pages * page
     assert share.num_tokens == (share.num_pages - 1) * 16          # page 0 is the dummy

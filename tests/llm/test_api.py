@@ -79,6 +79,18 @@ def test_an_invalid_stream_fails_at_the_call(llm):
         llm.stream_chat([])
 
 
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]], [{"prompt": "a"}]])
+def test_a_stream_takes_one_prompt(llm, prompts):
+    with pytest.raises(RequestError, match=rf"a stream takes one prompt, got a list of {len(prompts)}; .*generate"):
+        llm.stream(prompts)
+
+
+def test_a_stream_takes_one_conversation(llm):
+    chat = [{"role": "user", "content": "a"}]
+    with pytest.raises(RequestError, match="a stream takes one conversation, got a list of 2; .*chat"):
+        llm.stream_chat([chat, chat])
+
+
 def test_progress_in_terminals_and_notebooks(llm, capsys, monkeypatch):
     llm.generate(["a"], PARAMS)
     assert capsys.readouterr().err == ""  # no terminal, no bar

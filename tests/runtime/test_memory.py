@@ -3,12 +3,13 @@ from __future__ import annotations
 import os
 import types
 
+import jax
 import pytest
 
 from jaxserve.config import CPU_POOL_LIMIT_BYTES, EngineConfig
 from jaxserve.errors import ConfigError, OutOfMemoryError
 from jaxserve.runtime import memory
-from jaxserve.runtime.memory import available_ram, size_pool
+from jaxserve.runtime.memory import available_ram, memory_errors, size_pool
 
 GIB, MIB = 1 << 30, 1 << 20
 CPU = types.SimpleNamespace(platform="cpu")
@@ -18,11 +19,11 @@ def gpu(**stats: int):
     return types.SimpleNamespace(platform="gpu", device_kind="Fake GPU", memory_stats=lambda: stats or None)
 
 
-def size(device=CPU, weights_bytes: int = 0, temp: int = 0, max_num_seqs: int = 1000, **options):
+def size(device=CPU, weights_bytes: int = 0, slots_bytes: int = 0, temp: int = 0, max_num_seqs: int = 1000, **options):
     """Pages of 16 tokens and 1 MiB; one sequence of 160 tokens needs 10."""
     return size_pool(EngineConfig(**options), page_bytes=MIB, page_size=16, max_model_len=160,
                      max_num_seqs=max_num_seqs, device=device, weights_bytes=weights_bytes,
-                     step_temp_bytes=lambda: temp)
+                     slots_bytes=slots_bytes, step_temp_bytes=lambda: temp)
 
 
 @pytest.fixture
@@ -70,10 +71,24 @@ def test_too_little_for_one_sequence_says_the_numbers(free_ram):
     assert size(kv_cache_memory_fraction=0.5).num_pages == 11
 
 
-def test_weights_larger_than_the_ram_are_no_negative_pool(free_ram):
+def test_sequences_and_steps_take_memory_too(free_ram):
+    free_ram(1000 * MIB)
+    size_ = size(kv_cache_memory_fraction=0.5, slots_bytes=300 * MIB, temp=100 * MIB)
+    assert size_.num_pages == 300
+    assert size_.reason == ("50% of 0.98 GiB free RAM less 0.29 GiB for the sequences' ids and options, 0.10 GiB for "
+                            "the largest step, at most 2.00 GiB")
+
+
+@pytest.mark.parametrize("options", [{}, {"num_pages": 2}, {"kv_cache_memory_bytes": 11 * MIB}])
+@pytest.mark.parametrize("parts, remedy", [
+    ({"weights_bytes": 2 * GIB}, "2.00 GiB of weights to come are 1.00 GiB too little; a smaller model"),
+    ({"slots_bytes": 2 * GIB}, "2.00 GiB for the sequences' ids and options are 1.00 GiB too little; lower max_"),
+    ({"temp": 2 * GIB}, "2.00 GiB for the largest step are 1.00 GiB too little; lower max_num_seqs"),
+])
+def test_what_an_engine_needs_beside_its_pool_must_fit(free_ram, options, parts, remedy):
     free_ram(1 * GIB)
-    with pytest.raises(OutOfMemoryError, match="would hold 0 pages.*2.00 GiB of weights"):
-        size(weights_bytes=2 * GIB)
+    with pytest.raises(OutOfMemoryError, match=f"even without a KV pool: 1.00 GiB free RAM less {remedy}"):
+        size(**parts, **options)
 
 
 # -- by hand
@@ -82,7 +97,7 @@ def test_weights_larger_than_the_ram_are_no_negative_pool(free_ram):
 @pytest.mark.parametrize("options", [{"num_pages": 2000}, {"kv_cache_memory_bytes": 2000 * MIB, "max_num_seqs": 1000}])
 def test_a_hand_set_pool_larger_than_the_free_ram_is_refused(free_ram, options):
     free_ram(1000 * MIB)
-    with pytest.raises(OutOfMemoryError, match="pool would take 1.95 GiB .*0.98 GiB of RAM are free"):
+    with pytest.raises(OutOfMemoryError, match="pool would take 1.95 GiB .*there are 0.98 GiB free RAM;"):
         size(**options)
 
 
@@ -102,13 +117,19 @@ def test_set_by_pages_or_bytes():
 def test_what_is_left_beside_weights_step_and_margin():
     size_ = size(gpu(bytes_limit=1000 * MIB, bytes_in_use=100 * MIB), weights_bytes=300 * MIB, temp=70 * MIB)
     assert size_.num_pages == 970 - 100 - 300 - 70
-    for part in ("0.98 GiB less 0.10 GiB in use", "0.29 GiB of weights to come", "0.07 GiB for the largest step", "3%"):
+    for part in ("0.98 GiB less a margin of 3% and 0.10 GiB in use", "0.29 GiB of weights to come",
+                 "0.07 GiB for the largest step"):
         assert part in size_.reason
 
 
 def test_an_accelerator_that_is_full():
-    with pytest.raises(OutOfMemoryError, match="would hold 0 pages.*device limit"):
+    with pytest.raises(OutOfMemoryError, match="even without a KV pool: device limit.*0.02 GiB too little"):
         size(gpu(bytes_limit=1000 * MIB, bytes_in_use=990 * MIB))
+
+
+def test_a_pool_set_by_hand_is_compared_with_an_accelerator_s_memory():
+    with pytest.raises(OutOfMemoryError, match="pool would take 0.98 GiB .*there are device limit"):
+        size(gpu(bytes_limit=1000 * MIB), num_pages=1000)
 
 
 def test_an_accelerator_without_statistics_wants_a_number():
@@ -116,14 +137,13 @@ def test_an_accelerator_without_statistics_wants_a_number():
         size(gpu())
 
 
-def test_no_step_is_compiled_for_a_pool_that_is_set_or_on_cpu(free_ram):
+def test_no_step_is_compiled_for_a_pool_that_is_set():
     def compile_step() -> int:
         raise AssertionError("compiled")
 
-    free_ram(GIB)
-    for device, options in ((CPU, {}), (gpu(bytes_limit=GIB), {"num_pages": 3})):
+    for options in ({"num_pages": 3}, {"kv_cache_memory_bytes": 3 * MIB}):
         size_pool(EngineConfig(**options), page_bytes=MIB, page_size=16, max_model_len=16, max_num_seqs=1,
-                  device=device, weights_bytes=0, step_temp_bytes=compile_step)
+                  device=gpu(bytes_limit=GIB), weights_bytes=0, slots_bytes=0, step_temp_bytes=compile_step)
 
 
 # -- free RAM
@@ -140,6 +160,9 @@ def system(tmp_path):
     class System:
         def ram(self) -> int:
             return available_ram(proc, cgroups) // MIB
+
+        def process_has(self, pages: int) -> None:
+            (proc / "self/statm").write_text(f"{pages} 1 1 1 0 1 0\n")
 
         def process_is_in(self, group: str) -> None:
             (proc / "self/cgroup").write_text(f"1:name=systemd:/x\n0::{group}\n")
@@ -238,3 +261,30 @@ def test_systems_that_say_nothing_are_taken_for_small_ones(system, monkeypatch):
 
 def test_this_system_has_some():
     assert 0 < available_ram() < 1 << 50
+
+
+def test_a_limit_of_the_address_space_counts(system, monkeypatch):
+    """ulimit -v: blocks beyond it are refused, whatever RAM there is."""
+    resource = pytest.importorskip("resource")
+    system.process_has(100 * MIB // resource.getpagesize())
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (500 * MIB, 500 * MIB))
+    assert system.ram() == 400
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert system.ram() == 1000
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError("Unable to allocate 3.00 GiB for an array"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3 GiB"),
+    jax.errors.JaxRuntimeError("INTERNAL: std::bad_alloc")])
+def test_running_out_of_memory_is_said_in_our_words(error):
+    with (pytest.raises(OutOfMemoryError, match="memory ran out while loading the weights .*; lower max_num") as found,
+          memory_errors("loading the weights")):
+        raise error
+    assert found.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), jax.errors.JaxRuntimeError("INTERNAL: x"), OutOfMemoryError("x")])
+def test_other_errors_stay_as_they_are(error):
+    with pytest.raises(type(error)) as found, memory_errors("compiling"):
+        raise error
+    assert found.value is error

@@ -16,7 +16,7 @@ from jaxserve.runtime.planning import plan_engine, resolve_dtype, resolve_max_mo
 from jaxserve.runtime.programs import ADMIT
 from tests.runtime.rig import SPEC, VALID_VOCAB, make_plan
 
-CPU, GPU = (types.SimpleNamespace(platform=name, device_kind="fake", compute_capability="7.5")
+CPU, GPU = (types.SimpleNamespace(platform=name, device_kind="fake", compute_capability="7.5", memory_stats=dict)
             for name in ("cpu", "gpu"))
 
 
@@ -103,18 +103,34 @@ def test_more_logprobs_than_tokens():
 
 def test_a_pool_that_is_too_small_is_found_before_the_weights_are_loaded(monkeypatch):
     weights_bytes = plan().weights_bytes
-    monkeypatch.setattr(memory, "available_ram", lambda: weights_bytes)
-    with pytest.raises(OutOfMemoryError, match="of weights"):
+    monkeypatch.setattr(memory, "available_ram", lambda: weights_bytes + 100)
+    with pytest.raises(OutOfMemoryError, match="of weights to come.*too little"):
         plan(num_pages=None)
     monkeypatch.setattr(memory, "available_ram", lambda: 1 << 30)
     assert plan(num_pages=None, max_num_seqs=2, max_model_len=64).config.num_pages == 3
     assert plan(num_pages=None).pool_reason.startswith("30% of 1.00 GiB free RAM")
 
 
+@pytest.mark.parametrize("options", [{}, {"num_pages": None}])
+def test_more_sequences_than_memory_for_their_ids_and_options(monkeypatch, options):
+    monkeypatch.setattr(memory, "available_ram", lambda: 1 << 30)
+    with pytest.raises(OutOfMemoryError, match=r"max_num_seqs=65536 and max_model_len=4096 does not fit even without a "
+                                               r"KV pool: 1.00 GiB free RAM .*1.\d\d GiB for the sequences' ids and "
+                                               r"options.* too little; lower max_num_seqs"):
+        plan(max_num_seqs=65536, max_model_len=4096, **options)
+
+
+def test_a_step_whose_temporaries_do_not_fit(monkeypatch):
+    monkeypatch.setattr(memory, "available_ram", lambda: 100 << 20)
+    with pytest.raises(OutOfMemoryError, match=r"GiB for the largest step are .* max_num_batched_tokens"):
+        plan(max_num_batched_tokens=1 << 20, max_num_seqs=1)
+
+
 def test_sizes_are_those_of_the_arrays():
     plan = make_plan()
     state = jax.eval_shape(plan.init_state)
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.pool)) == plan.pool_bytes
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.slots)) == plan.slots_bytes
     assert plan.weights_bytes == sum(leaf.size * 4 for leaf in jax.tree.leaves(plan.params))
     assert make_plan("bfloat16").weights_bytes == plan.weights_bytes // 2
 
