@@ -24,8 +24,8 @@ from kernels_pallas.mosaic_tpu.blocks import decode_case, prefill_case
 from kernels_pallas.mosaic_tpu.layout import write_rows
 from kernels_pallas.mosaic_tpu.plan import SMEM_BYTES, Plan
 from tests.kernels.backends import assert_right
+from tests.kernels.layers import lower_layers, model
 from tests.kernels.mosaic_tpu_harness import MOSAIC_TPU, interpreted, short_steps, to_pool
-from tests.kernels.mosaic_tpu_layers import lower_layers, model
 from tests.kernels.scenes import PADDING, Scene, Seq, Shape, expected, make_scene, places, scenes
 
 TINY = MOSAIC_TPU.tiny
@@ -199,7 +199,7 @@ def test_lowers_for_a_tpu_as_one_kernel_over_an_aliased_pool(dtype: str, page_si
     mesh = AbstractMesh((1,), ("x",), abstract_device=device)
     spec = model(16, 8, 64, dtype, page_size, softcap=30.0)
     with jax.sharding.use_abstract_mesh(mesh):
-        text = lower_layers(spec, 8, 4, windowed=True, sinks=True).as_text()
+        text = lower_layers("mosaic_tpu", spec, 8, 4, windowed=True, sinks=True).as_text()
     calls = re.findall(r"stablehlo.custom_call @tpu_custom_call.*", text)
     assert len(calls) == 1
     assert calls[0].count("output_operand_alias<") == len(kernels.pool_spec(spec, "mosaic_tpu"))

@@ -12,7 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kernels_pallas as kernels
-from tests.kernels.mosaic_tpu_layers import lower_layers, model
+from tests.kernels.layers import lower_layers, model
 
 pytestmark = [
     pytest.mark.slow,
@@ -48,7 +48,7 @@ def compile_layers(topology: str, spec: kernels.AttentionSpec, decodes: int, chu
         device = topologies.get_topology_desc(topology, platform="tpu").devices[0]
     mesh = Mesh(np.array([device]), ("x",))
     with jax.set_mesh(mesh):
-        return lower_layers(spec, decodes, chunks, windowed, sinks,
+        return lower_layers("mosaic_tpu", spec, decodes, chunks, windowed, sinks,
                             sharding=NamedSharding(mesh, PartitionSpec())).compile()
 
 
