@@ -19,8 +19,9 @@ from tests.kernels.layers import lower_layers, model
 
 H100 = parse_target("gpu:h100")
 
-pytestmark = [pytest.mark.slow,
-              pytest.mark.skipif(missing_compiler(H100) is not None, reason="needs pip install 'jaxserve[cuda-compiler]'")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(missing_compiler(H100) is not None, reason="needs pip install 'jaxserve[cuda-compiler]'")]
 
 MODELS = {
     "Llama-3-8B, float16": (model(32, 8, 128, "float16"), {}),
