@@ -13,6 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 BLOCK = 128
 
@@ -71,10 +72,12 @@ def top_k(blocks: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _top_k_of_many(x: jax.Array, k: int) -> list[jax.Array]:
-    """lax.top_k of `[S, n]` with n filled up to 128 k, which changes nothing but libtpu's method.
+    """lax.top_k of `[S, n]`, arranged so that libtpu compiles it quickly (seconds of version 0.0.42.1).
 
-    Where k is a larger part of n it sorts all n, by a network of comparisons as straight code: for 20 of 1002 it
-    compiled 7 s, and 0.3 s with this (libtpu 0.0.42.1).
+    n is filled up to 128 k, which changes nothing but libtpu's method: where k is a larger part of n it sorts all n, by
+    a network of comparisons as straight code, for 20 of 1002 in 7 s, else 0.3. The layout is that of the rows, not that
+    in which a maximum leaves them: 0.2 s instead of 2 for 128 of 1187 in 256 rows.
     """
     missing = max(128 * k - x.shape[-1], 0)
+    x = with_layout_constraint(x, Layout((0, 1)))
     return lax.top_k(jnp.pad(x, ((0, 0), (0, missing)), constant_values=-jnp.inf), k)
