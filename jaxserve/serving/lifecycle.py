@@ -130,6 +130,7 @@ async def _faces(service: Service, metrics: ServingMetrics, config: ServeConfig,
                        client_ca=None if config.ssl_client_ca is None else Path(config.ssl_client_ca))
     async with contextlib.AsyncExitStack() as stack:
         if listener is not None:
+            address = listener.getsockname()[:2]
             app = create_app(service, metrics, HttpOptions(
                 api_keys=config.api_key, max_body_bytes=config.max_body_bytes,
                 cors_allow_origins=config.cors_allow_origins,
@@ -137,7 +138,7 @@ async def _faces(service: Service, metrics: ServingMetrics, config: ServeConfig,
                 access_log=access_log))
             await stack.enter_async_context(_http(HttpServer(
                 app, listener, tls=tls, idle_seconds=config.idle_seconds, max_connections=config.max_connections)))
-            logger.info("HTTP on %s://%s:%d", "https" if tls else "http", *listener.getsockname()[:2])
+            logger.info("HTTP on %s://%s:%d", "https" if tls else "http", *address)
         if config.grpc_port:
             await stack.enter_async_context(_grpc(service, config, tls, access_log))
         yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import os
 import time
 from typing import Any, Literal
 
@@ -33,17 +34,24 @@ class JsonFormatter(logging.Formatter):
 
 
 def use_format(log_format: LogFormat) -> None:
-    """Puts time and level before the lines of jaxserve's loggers, or makes them JSON, and what other libraries warn
-    of too, so that every line can be parsed."""
+    """Puts time and level before the lines of jaxserve's loggers and of the libraries that serve, or makes them JSON,
+    and what other libraries warn of too, so that every line can be parsed. Before grpc is imported."""
     formatter = JsonFormatter() if log_format == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     handlers = logging.getLogger("jaxserve").handlers
     for handler in handlers:
         handler.setFormatter(formatter)
     if log_format == "json":
+        # The core of grpc writes lines of its own, such as of handshakes that failed.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         logging.captureWarnings(True)
         root = logging.getLogger()
         root.handlers[:] = handlers
         root.setLevel(logging.WARNING)
+    else:
+        for name in ("uvicorn", "asyncio", "grpc"):
+            library = logging.getLogger(name)
+            library.handlers[:] = handlers
+            library.propagate = False
 
 
 class AccessLog:

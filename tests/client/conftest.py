@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from jaxserve.client import Client
-from tests.serving.grpc.conftest import llm, loop, parrot, parrot_server, server, xla_cache  # noqa: F401
+from tests.serving.conftest import xla_cache  # noqa: F401
+from tests.serving.grpc.conftest import llm, loop, parrot, parrot_server, server  # noqa: F401
 
 
 @pytest.fixture

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from jaxserve import LLM
+from tests.drills.process import write_tiny
 from tests.llm import tiny
 
 
@@ -25,3 +27,11 @@ def make_llm(xla_cache) -> Callable[..., LLM]:
                    tokenizer=tiny.tokenizer(), **(tiny.ENGINE | {"compilation_cache_dir": xla_cache} | options))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_files(tmp_path_factory) -> Path:
+    """The tiny model as files, for servers that are processes."""
+    directory = tmp_path_factory.mktemp("tiny")
+    write_tiny(directory)
+    return directory

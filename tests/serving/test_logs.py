@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import re
+import socket
 import subprocess
 import sys
 
@@ -16,6 +19,8 @@ from jaxserve.client import Client
 from jaxserve.serving.config import ServeConfig
 from jaxserve.serving.http.app import HttpOptions
 from jaxserve.serving.logs import AccessLog, JsonFormatter
+from tests.drills.process import PATIENCE, server_process
+from tests.llm import tiny
 from tests.serving.grpc.harness import Loop, running
 from tests.serving.http.conftest import serving
 
@@ -114,6 +119,25 @@ main(["serve", "m", "--log-format", "json"])
         "ours é", "theirs", "with a traceback", "the model is not there"]
     assert "deprecated" in lines[2]["message"] and "ValueError: inner" in lines[3]["traceback"]
     assert {line["level"] for line in lines} == {"INFO", "WARNING", "ERROR"}
+
+
+def test_the_log_of_a_server_that_is_bothered(tiny_files):
+    """What is no HTTP, nor TLS on the port of gRPC: lines of uvicorn, and none of grpc's core, which are no JSON."""
+    for log_format in ("json", "text"):
+        with server_process(tiny_files, **tiny.ENGINE, log_format=log_format, compile_mode="lazy") as server:
+            for port in (server.port, server.grpc_port):
+                for said in (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"no request\r\n\r\n"):
+                    with socket.create_connection(("127.0.0.1", port), PATIENCE) as connection:
+                        connection.sendall(said)
+                        with contextlib.suppress(ConnectionResetError):
+                            while connection.recv(4096):
+                                pass
+            server.wait_until(lambda: server.said.count("Invalid HTTP request received.") == 2)
+        for line in server.said.splitlines():
+            if log_format == "json":
+                json.loads(line)
+            else:
+                assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (INFO|WARNING) ", line), line
 
 
 def test_a_line_comes_once_although_the_root_logger_has_a_handler(monkeypatch, caplog):

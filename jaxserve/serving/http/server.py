@@ -9,10 +9,14 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from jaxserve.serving.http.answers import to_json
+from jaxserve.serving.http.errors import ApiError
+from jaxserve.serving.listening import BoundedListener
 from jaxserve.serving.tls import TlsFiles, when_renewed
 
 IDLE_SECONDS = 75.0
@@ -23,10 +27,10 @@ class HttpServer:
     """One application on one listening socket.
 
     Args:
-        listener: bound; it is closed in the end.
+        listener: bound; it is used up, and closed in the end.
         tls: its certificate is read again when it has been renewed.
         idle_seconds: a connection without a request, or in the middle of a request's head, is closed after so long.
-        max_connections: more are closed at once.
+        max_connections: more are closed at once. Those within their TLS handshake, which may take a minute, count.
 
     Raises:
         ConfigError: a file of `tls` is of no use.
@@ -34,7 +38,7 @@ class HttpServer:
 
     def __init__(self, app: ASGIApp, listener: socket.socket, *, tls: TlsFiles | None = None,
                  idle_seconds: float = IDLE_SECONDS, max_connections: int = MAX_CONNECTIONS):
-        protocol: Any = functools.partial(_Protocol, idle_seconds=idle_seconds, max_connections=max_connections)
+        protocol: Any = functools.partial(_Protocol, idle_seconds=idle_seconds)
         self._tls = tls
         self._context = context = None if tls is None else tls.context()
         config = uvicorn.Config(
@@ -42,7 +46,7 @@ class HttpServer:
             timeout_graceful_shutdown=5,
             ssl_context_factory=None if context is None else lambda *_: context)
         self._server = _Server(config)
-        self._listener = listener
+        self._listener = BoundedListener(listener, max_connections)
 
     async def run(self) -> None:
         """Serves until `stop`, and then until open answers are complete."""
@@ -75,18 +79,14 @@ class _Server(uvicorn.Server):
 class _Protocol(H11Protocol):
     """uvicorn's protocol has a timeout between two requests, but none before the first nor within a request's head."""
 
-    def __init__(self, *args: Any, idle_seconds: float, max_connections: int, **kwargs: Any):
+    def __init__(self, *args: Any, idle_seconds: float, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._idle_seconds = idle_seconds
-        self._max_connections = max_connections
         self._idle_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._max_connections:
-            transport.abort()
-        else:
-            self._begin_idling()
+        self._begin_idling()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_idling()
@@ -96,6 +96,17 @@ class _Protocol(H11Protocol):
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._end_idling()
+
+    def send_400_response(self, msg: str) -> None:
+        """For what is no HTTP: in the API's form, if no answer has begun."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = to_json(ApiError(400, msg).body())
+            headers = [("content-type", "application/json"), ("content-length", str(len(body))),
+                       ("connection", "close")]
+            for event in (h11.Response(status_code=400, headers=headers, reason=b"Bad Request"), h11.Data(data=body),
+                          h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         self._begin_idling()

@@ -15,14 +15,6 @@ ENGINE = tiny.ENGINE | {"max_model_len": 512, "num_pages": 200, "deterministic":
 
 
 @pytest.fixture(scope="session")
-def xla_cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Compiled programs: shared by the engines here, and kept for the next run where pytest keeps its own cache."""
-    if getattr(pytestconfig, "cache", None) is None:  # -p no:cacheprovider
-        return str(tmp_path_factory.mktemp("xla"))
-    return str(pytestconfig.cache.mkdir("xla"))
-
-
-@pytest.fixture(scope="session")
 def loop() -> Iterator[Loop]:
     loop = Loop()
     yield loop

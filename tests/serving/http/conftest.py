@@ -52,9 +52,9 @@ class Server:
             listener = bind("127.0.0.1", 0)
             self.port = listener.getsockname()[1]
             self.url = f"http://127.0.0.1:{self.port}"
+            listener.listen()  # connections wait here until uvicorn takes over
             server = HttpServer(create_app(self.service, metrics, options), listener, **connections)
             running = asyncio.ensure_future(server.run())
-            listener.listen()  # connections wait here until uvicorn takes over
             started.set_result(None)
         except BaseException as error:
             started.set_exception(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 
@@ -237,6 +238,18 @@ def test_connections_without_a_request_are_closed(server, said):
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + said)  # and after one, likewise
             answer = b"".join(iter(lambda: connection.recv(4096), b""))
         assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b'{"status":"ready"}')
+
+
+@pytest.mark.parametrize("said", [
+    b"no request\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n",
+    b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nnonsense\r\n"])
+def test_what_is_no_http_is_told_so_in_the_apis_form(server, http, said):
+    with socket.create_connection(("127.0.0.1", server.port), TIMEOUT) as connection:
+        connection.sendall(said)
+        head, _, body = b"".join(iter(lambda: connection.recv(4096), b"")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and b"application/json" in head
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert http.get("/health").status_code == 200
 
 
 def test_an_answer_may_take_longer_than_an_idle_connection(server, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import ssl
 
 import httpx2 as httpx
@@ -66,6 +68,22 @@ def test_clients_need_a_certificate(server, tmp_path):
         for own in (None, stranger.sign("client")):
             with pytest.raises(httpx.TransportError):  # TLS 1.3: the refusal comes when the client reads
                 ready(secure, trusting(known, own))
+
+
+def test_connections_within_their_handshake_count(server, tmp_path):
+    authority = Authority(tmp_path / "ca")
+    certificate, key = authority.sign("server")
+    with serving(server.llm, tls=TlsFiles(certificate=certificate, key=key), max_connections=3) as secure:
+        address = ("127.0.0.1", secure.port)
+        with contextlib.ExitStack() as stack:
+            for beginning in (b"", b"\x16\x03\x01", b"\x16\x03\x01\x02\x00\x01\x00"):
+                stack.enter_context(socket.create_connection(address, TIMEOUT)).sendall(beginning)
+            with socket.create_connection(address, TIMEOUT) as fourth, contextlib.suppress(ConnectionResetError):
+                assert fourth.recv(1) == b""
+        while True:  # they have left
+            with contextlib.suppress(httpx.TransportError):
+                assert ready(secure, trusting(authority))
+                break
 
 
 def test_files_that_are_of_no_use(tmp_path):
