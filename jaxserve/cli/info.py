@@ -44,7 +44,17 @@ def _system() -> Facts:
         stats = device.memory_stats() or {}
         memory = f", {_size(stats['bytes_limit'])}" if "bytes_limit" in stats else ""
         facts[f"device {device.id}"] = f"{device.platform}, {device.device_kind}{memory}"
+        if device.platform == "cpu":
+            facts["native kernels"] = _native_kernels()
     return facts
+
+
+def _native_kernels() -> str:
+    from kernels_pallas import cpu_native
+    try:
+        return f"compiled by {cpu_native.compiled_by()}"
+    except cpu_native.Unavailable as error:
+        return f"none: {error}"
 
 
 def _model(model: str, config: EngineConfig) -> dict[str, Facts]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,18 +135,29 @@ class ServeConfig:
 def read_config_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Options of a YAML file: those of EngineConfig and those of ServeConfig, by their names there.
 
+    An empty file gives none.
+
     Raises:
-        ConfigError: it is no YAML mapping, or has names of neither.
+        ConfigError: it is no YAML mapping, gives an option twice, or has names of neither.
     """
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        loaded, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, Mapping):
+    if loaded is None:
+        return {}, {}
+    if not isinstance(loaded, Mapping):
         raise ConfigError(f"{path} must hold a mapping of options, such as port: 8000")
-    content = {str(name).replace("-", "_"): value for name, value in content.items()}
+    # What was loaded has only the last of two equal keys, and would not show that there are two.
+    assert isinstance(root, yaml.MappingNode)
+    names = [str(key.value).replace("-", "_") for key, _ in root.value]
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise ConfigError(f"{path} gives {', '.join(twice)} more than once; keep one of each")
+    content = {str(name).replace("-", "_"): value for name, value in loaded.items()}
     engine, serve = ({field.name for field in dataclasses.fields(cls)} for cls in (EngineConfig, ServeConfig))
     unknown = sorted(content.keys() - engine - serve)
     if unknown:

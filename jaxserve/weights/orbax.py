@@ -9,8 +9,9 @@ The dict is keyed by leaf path and not by our classes, so a checkpoint outlives 
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def restore_params(
     """The parameters in `dtype`, each leaf read straight into its sharding (None: jax's default device).
 
     Raises:
-        CheckpointError: leaves are missing, unknown or of the wrong shape; all are listed.
+        CheckpointError: leaves are missing, unknown or of the wrong shape, and all are listed; or files are damaged.
     """
     import orbax.checkpoint as ocp
 
@@ -105,7 +106,7 @@ def restore_params(
         raise CheckpointError(f"{directory} has no {_PARAMS}/, so it is not a whole checkpoint; save it again")
     expected = abstract_params(spec, dtype)
     wanted = leaf_paths(expected)
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _damage_found(path), ocp.StandardCheckpointer() as checkpointer:
         _check_leaves(directory, {name: tuple(m.shape) for name, m in _stored(checkpointer, path).items()}, wanted)
         where = sharding_of_leaves(wanted, shardings or jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
         target = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where[name])
@@ -114,12 +115,25 @@ def restore_params(
     return jax.tree.unflatten(jax.tree.structure(expected), [restored[name] for name in wanted])
 
 
-def _stored(checkpointer: Any, path: Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def _damage_found(path: Path) -> Iterator[None]:
+    """Whatever Orbax raises inside becomes a CheckpointError: for damaged files that may be anything, a plain Exception
+    too. Not so a lack of memory."""
     try:
-        metadata = checkpointer.metadata(path).item_metadata
-        return dict(metadata.tree)
-    except (AttributeError, FileNotFoundError, TypeError, ValueError) as e:
-        raise CheckpointError(f"{path} is not a whole Orbax checkpoint: {e}") from e
+        yield
+    except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:
+        why = " ".join(str(error.__cause__ or error).split())[:300]
+        raise CheckpointError(f"{path} is damaged or incomplete ({why}); copy or save the checkpoint again") from error
+
+
+def _stored(checkpointer: Any, path: Path) -> Mapping[str, Any]:
+    metadata = checkpointer.metadata(path).item_metadata
+    if metadata is None:  # Orbax has logged why
+        raise CheckpointError(f"{path} is damaged or incomplete (its metadata cannot be read); copy or save the "
+                              "checkpoint again")
+    return dict(metadata.tree)
 
 
 def _check_leaves(directory: Path, stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Any]) -> None:

@@ -12,10 +12,11 @@ import numpy as np
 
 from kernels_pallas import xla
 from kernels_pallas.api import POOL_DTYPES, AttentionBatch, AttentionSpec
-from kernels_pallas.cpu_native.build import Unavailable, targets
+from kernels_pallas.cpu_native.build import Unavailable, compiled_by, targets
 from kernels_pallas.quantize import quantize
 
-__all__ = ["Unavailable", "init_pool", "linear", "paged_attention", "plan_batch", "pool_spec", "unsupported"]
+__all__ = ["Unavailable", "compiled_by", "init_pool", "linear", "paged_attention", "plan_batch", "pool_spec",
+           "unsupported"]
 
 pool_spec = xla.pool_spec
 

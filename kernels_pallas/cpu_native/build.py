@@ -8,9 +8,11 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -40,20 +42,25 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _compiler() -> str:
-    for name in (os.environ.get("CXX"), *COMPILERS):
-        if name and (path := shutil.which(name)):
-            return path
-    raise Unavailable("no C++ compiler was found (c++, g++ or clang++)")
+def _compilers() -> list[list[str]]:
+    """Commands that may compile C++, those to be tried first first. CXX may have arguments ("ccache g++")."""
+    try:
+        commands = [shlex.split(os.environ.get("CXX", "")), *([name] for name in COMPILERS)]
+    except ValueError as error:
+        raise Unavailable(f"CXX={os.environ['CXX']!r} is no command: {error}") from None
+    found = [[path, *rest] for name, *rest in filter(None, commands) if (path := shutil.which(name))]
+    if not found:
+        raise Unavailable("no C++ compiler was found (c++, g++ or clang++)")
+    return found
 
 
-def _compile(compiler: str, to: Path) -> None:
+def _compile(compiler: list[str], to: Path) -> None:
     to.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     # In a directory of its own, and moved when whole: another process may be doing the same.
     with tempfile.TemporaryDirectory(dir=to.parent) as directory, contextlib.ExitStack() as running:
         def start(*arguments: str) -> subprocess.Popen[str]:
             process = running.enter_context(subprocess.Popen(
-                [compiler, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+                [*compiler, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
             running.callback(process.kill)
             return process
 
@@ -66,27 +73,47 @@ def _compile(compiler: str, to: Path) -> None:
         os.replace(library, to)
 
 
-def _finish(compiler: str, process: subprocess.Popen[str]) -> None:
+def _finish(compiler: list[str], process: subprocess.Popen[str]) -> None:
     try:
         _, errors = process.communicate(timeout=COMPILE_SECONDS)
     except subprocess.TimeoutExpired:
-        raise Unavailable(f"{compiler} took more than {COMPILE_SECONDS} seconds") from None
+        raise Unavailable(f"{shlex.join(compiler)} took more than {COMPILE_SECONDS} seconds") from None
     if process.returncode:
         first = next((line for line in errors.splitlines() if "error" in line), errors.strip()[:200])
-        raise Unavailable(f"{compiler} failed: {first}")
+        raise Unavailable(f"{shlex.join(compiler)} failed: {first}")
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """`targets`: kernel -> the name under which XLA knows it. `compiler`: whose work they are, and which failed."""
+
+    targets: dict[str, str]
+    compiler: str
+
+
+def _library(compiler: list[str]) -> tuple[str, ctypes.CDLL]:
+    """The compiled kernels, and the key of what they are made from."""
+    parts = [*(path.read_bytes() for path in (*SOURCES, HERE / "shared.h")), shlex.join([*compiler, *FLAGS]).encode(),
+             version("jaxlib").encode(), _processor().encode()]
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    path = Path(platformdirs.user_cache_dir("kernels_pallas")) / f"cpu-{key}.so"
+    if not path.exists():
+        _compile(compiler, path)
+    return key, ctypes.CDLL(str(path))
 
 
 @functools.cache
-def _load() -> dict[str, str] | Unavailable:
+def _load() -> _Loaded | Unavailable:
+    failures: list[str] = []
     try:
-        compiler = _compiler()
-        parts = [*(path.read_bytes() for path in (*SOURCES, HERE / "shared.h")), " ".join((compiler, *FLAGS)).encode(),
-                 version("jaxlib").encode(), _processor().encode()]
-        key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-        path = Path(platformdirs.user_cache_dir("kernels_pallas")) / f"cpu-{key}.so"
-        if not path.exists():
-            _compile(compiler, path)
-        library = ctypes.CDLL(str(path))
+        for compiler in _compilers():
+            try:
+                key, library = _library(compiler)
+                break
+            except Unavailable as error:
+                failures.append(str(error))
+        else:
+            return Unavailable("; ".join(failures))
     except Unavailable as error:
         return error
     except OSError as error:
@@ -95,16 +122,24 @@ def _load() -> dict[str, str] | Unavailable:
     targets = {kernel: f"kernels_pallas.{kernel}.{key}" for kernel in KERNELS}
     for kernel, target in targets.items():
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, kernel)), platform="cpu")
-    return targets
+    return _Loaded(targets, "; ".join((shlex.join(compiler), *failures)))
 
 
 def targets() -> dict[str, str]:
     """Kernel -> the name under which XLA knows it. Compiles them if this machine has not done so yet (5 s).
 
     Raises:
-        Unavailable: there is no compiler, it fails, or the result cannot be stored or loaded.
+        Unavailable: there is no compiler, every one fails, or the result cannot be stored or loaded.
     """
     loaded = _load()
     if isinstance(loaded, Unavailable):
         raise loaded
-    return loaded
+    return loaded.targets
+
+
+def compiled_by() -> str:
+    """The compiler whose kernels are used, and those that were tried before and failed. Errors: as `targets`."""
+    targets()
+    loaded = _load()
+    assert isinstance(loaded, _Loaded)
+    return loaded.compiler

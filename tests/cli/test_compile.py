@@ -59,7 +59,8 @@ def test_an_engine_starts_from_it(filled, tiny_model):
 
 def test_a_pool_that_depends_on_free_memory_is_pointed_out(filled, tiny_model, monkeypatch):
     from jaxserve.runtime import memory
-    monkeypatch.setattr(memory, "available_ram", lambda: 280_000)  # two thirds of it are not for the pool; a page takes 4 KB
+    # Two thirds of it are not for the pool; a page takes 4 KB.
+    monkeypatch.setattr(memory, "available_ram", lambda: 280_000)
     args = [arg for arg in ARGS if "num-pages" not in arg]
     result = CliRunner().invoke(main, ["compile", str(tiny_model), *args, "--compilation-cache-dir", str(filled[0])])
     assert re.search(r"KV pool of (\d) pages .*--num-pages \1 fixes it", result.stdout), result.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import types
 from pathlib import Path
 
@@ -133,14 +134,44 @@ def test_without_a_compiler_the_portable_path_is_taken_and_says_why(monkeypatch,
     assert choice.backend == "xla" and "no C++ compiler was found" in choice.reason
 
 
-def test_a_compiler_that_fails_is_quoted(monkeypatch, unloaded, tmp_path):
-    broken = tmp_path / "broken-compiler"
-    broken.write_text("#!/bin/sh\necho 'attention.cc:1: error: out of ideas' >&2\nexit 1\n")
-    broken.chmod(0o755)
+@pytest.fixture
+def broken(tmp_path):
+    compiler = tmp_path / "broken-compiler"
+    compiler.write_text("#!/bin/sh\necho 'attention.cc:1: error: out of ideas' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    return compiler
+
+
+def test_compilers_that_fail_are_quoted(monkeypatch, unloaded, broken, tmp_path):
     monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setattr(build, "COMPILERS", ())
     monkeypatch.setattr(build.platformdirs, "user_cache_dir", lambda name: str(tmp_path / "cache"))
     assert "out of ideas" in kernels.choose_backend(CPU, LONG.spec).reason
     assert not list((tmp_path / "cache").iterdir())  # nothing half made stays behind
+
+
+def test_a_compiler_that_fails_gives_way_to_the_next(monkeypatch, unloaded, broken):
+    monkeypatch.setenv("CXX", str(broken))
+    assert kernels.choose_backend(CPU, LONG.spec).backend == "cpu_native"
+    assert re.search(rf"\+\+; {re.escape(str(broken))} failed: .*out of ideas", build.compiled_by())
+
+
+@pytest.mark.parametrize("command, found", [("ccache g++", ["/bin/ccache", "g++"]), ("g++ -O1", ["/bin/g++", "-O1"]),
+                                            ("'/opt/my tools/g++'", ["/bin//opt/my tools/g++"])])
+def test_the_environment_s_compiler_may_have_arguments(monkeypatch, command, found):
+    monkeypatch.setenv("CXX", command)
+    monkeypatch.setattr(build.shutil, "which", lambda name: f"/bin/{name}")
+    assert build._compilers() == [found, ["/bin/c++"], ["/bin/g++"], ["/bin/clang++"]]
+
+
+def test_arguments_reach_the_compiler(monkeypatch, unloaded, tmp_path):
+    compiler = tmp_path / "noting-compiler"
+    compiler.write_text(f"#!/bin/sh\necho \"$1\" >> {tmp_path / 'noted'}\nexec c++ \"$@\"\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", f"{compiler} -DNOTED")
+    monkeypatch.setattr(build.platformdirs, "user_cache_dir", lambda name: str(tmp_path / "cache"))
+    assert build.compiled_by() == f"{compiler} -DNOTED"
+    assert set((tmp_path / "noted").read_text().split()) == {"-DNOTED"}
 
 
 def test_a_cache_that_cannot_be_written_is_named(monkeypatch, unloaded, tmp_path):

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from jaxserve.cli.main import main
 from jaxserve.client import Client, ServerError
 from jaxserve.serving import lifecycle
-from jaxserve.serving.config import ServeConfig
+from jaxserve.serving.config import ServeConfig, read_config_file
 from jaxserve.serving.lifecycle import Loader
 from jaxserve.serving.listening import bind
 from tests.llm import tiny
@@ -85,11 +85,18 @@ def test_a_port_that_is_taken(option):
 @pytest.mark.parametrize(("text", "message"), [
     ("prot: 1", "unknown option(s) prot"), ("- 1", "must hold a mapping"), ("port: [", "cannot be read"),
     ("port: '8000'", "port must be an integer"), ("log_format: xml", "log_format must be text or json"),
-    ("chat_page: 1", "chat_page must be true or false"), ("page_size: 7", "page_size"), ("api_key: 7", "api_key")])
+    ("chat_page: 1", "chat_page must be true or false"), ("page_size: 7", "page_size"), ("api_key: 7", "api_key"),
+    ("port: 1\nhost: a\nport: 2", "gives port more than once"), ("api-key: a\napi_key: b", "gives api_key more than")])
 def test_wrong_config_files(tmp_path, text, message):
     (tmp_path / "serve.yaml").write_text(text)
     code, output = serve("--config", tmp_path / "serve.yaml")
     assert code == 2 and message in output
+
+
+@pytest.mark.parametrize("text", ["", "# port: 1\n", "---\n"])
+def test_a_config_file_without_options(tmp_path, text):
+    (tmp_path / "serve.yaml").write_text(text)
+    assert read_config_file(tmp_path / "serve.yaml") == ({}, {})
 
 
 def test_a_config_file_and_options_that_count_more(tmp_path, monkeypatch):
@@ -200,7 +207,7 @@ def test_sigterm_while_the_model_is_loaded_ends_the_process_at_once():
     program = """
 import threading
 from jaxserve.serving import lifecycle
-from jaxserve.serving.config import ServeConfig
+from jaxserve.serving.config import ServeConfig, read_config_file
 
 def never(model, **options):
     print("loading", flush=True)
