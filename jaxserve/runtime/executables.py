@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -104,7 +105,7 @@ class Executables:
             self.seconds[key] = lower_seconds + time.perf_counter() - started
             return key
 
-        with cache_in_force(self._cache_settings), ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
+        with self.cache(), ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
             futures = []
             for key in missing:  # tracing is Python and stays in this thread
                 started = time.perf_counter()
@@ -119,6 +120,10 @@ class Executables:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         give_back()  # most of what XLA took
+
+    def cache(self) -> AbstractContextManager[None]:
+        """What is compiled inside is kept on disk, as the programs here are, and found there."""
+        return cache_in_force(self._cache_settings)
 
     def clear(self) -> None:
         self._compiled.clear()

@@ -82,7 +82,8 @@ class Runner:
     def reset_state(self) -> None:
         """An empty pool and empty slots, in place of whatever there was."""
         self._delete_state()
-        self.state = self._init_state()
+        with self._executables.cache():
+            self.state = self._init_state()
 
     def _delete_state(self) -> None:
         if self.state is not None:
