@@ -47,6 +47,11 @@ class EngineClosedError(EngineError):
     """The engine has been closed, so it takes no more requests."""
 
 
+def how_to_install(extra: str) -> str:
+    """The command that adds one of our extras, as README.md has it: we are on no package index."""
+    return f"pip install '.[{extra}]' in a clone of jaxserve"
+
+
 def unknown_names(what: str, unknown: Iterable[str], known: Iterable[str]) -> str:
     """The message for names that do not exist: "unknown `what` x", with the nearest names that do, else all."""
     import difflib

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from jaxserve.capacity.ptx import KernelUse, dump_environment, find_ptxas
 from jaxserve.capacity.targets import Target, parse_target
+from jaxserve.errors import how_to_install
 
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # an accelerator that is here may be busy, and is not needed
@@ -101,11 +102,11 @@ def missing_compiler(target: Target) -> str | None:
         return any(importlib.util.find_spec(name) is not None for name in names)
 
     if target.platform == "tpu" and not found("libtpu"):
-        return "pip install 'jaxserve[tpu]'"
+        return how_to_install("tpu")
     if target.platform == "gpu" and not (found("jax_plugins")
                                          and found("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
                                          and find_ptxas() is not None):
-        return "pip install 'jaxserve[cuda-compiler]'"
+        return how_to_install("cuda-compiler")
     return None
 
 

@@ -14,7 +14,7 @@ from jaxserve.capacity.models import Model
 from jaxserve.capacity.roofline import DecodeFloor, decode_floor
 from jaxserve.capacity.targets import DEFAULT_GPU_FRACTION, Target
 from jaxserve.config import EngineConfig
-from jaxserve.errors import OutOfMemoryError
+from jaxserve.errors import ConfigError, OutOfMemoryError
 from jaxserve.runtime.memory import PoolSize, available_ram
 from jaxserve.runtime.planning import pool_size, resolve_dtype, smallest_plan, with_pool
 from jaxserve.runtime.programs import EnginePlan, Program
@@ -197,7 +197,10 @@ def _floors(model: Model, target: Target, engine: EnginePlan, dtype: str, share:
     if target.chip is None:
         return ()
     config = engine.config
-    context = min(context or 1024, config.max_model_len)
+    if context is not None and context > config.max_model_len:
+        raise ConfigError(f"context={context} is more than max_model_len={config.max_model_len}; give at most that, or "
+                          f"raise max_model_len")
+    context = context or min(1024, config.max_model_len)
     if not batches:
         batches = sorted({*(4**i for i in range(10) if 4**i < config.max_num_seqs), config.max_num_seqs})
     row_bytes = engine.pool_bytes / (model.spec.num_layers * config.num_pages * config.page_size)

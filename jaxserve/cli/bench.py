@@ -15,7 +15,7 @@ import click
 
 from jaxserve.cli.options import SectionedCommand, given, options_of
 from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, how_to_install
 
 
 @click.group(short_help="Measure speed, start-up and host work.")
@@ -198,7 +198,7 @@ def serve(url: str | None, grpc_target: str | None, model: str | None, api: str,
     if request_rate is not None and concurrency is not None:
         raise click.UsageError("--request-rate is an open loop and --concurrency a closed one: give one of them")
     if importlib.util.find_spec("aiohttp") is None:
-        raise ConfigError("bench serve needs aiohttp: pip install 'jaxserve[bench]'")
+        raise ConfigError(f"bench serve needs aiohttp: {how_to_install('bench')}")
     from tqdm import tqdm
 
     from jaxserve.bench import serve as benchmark

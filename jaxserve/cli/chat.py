@@ -30,7 +30,7 @@ Ctrl-C stops an answer; what was said of it stays in the conversation."""
 @click.command(cls=SectionedCommand, short_help="Chat in the terminal.")
 @click.argument("model")
 @click.option("--system", help="System prompt.")
-@options_of(SamplingParams, without=("n",))
+@options_of(SamplingParams, without=("n", "logprobs", "prompt_logprobs"))
 @options_of(EngineConfig, without=("seed",))
 def chat(model: str, system: str | None, **options: Any) -> None:
     """Chat with MODEL. The answers stream; earlier turns come from the prefix cache.

@@ -47,6 +47,10 @@ def generate(model: str, prompts: tuple[str, ...], messages: tuple[str, ...], sy
     if system is not None and not messages:
         raise click.UsageError("--system needs a --message")
 
+    shown_as_json = [name for name in ("logprobs", "prompt_logprobs") if name in given(SamplingParams, options)]
+    if shown_as_json and not as_json:
+        raise click.UsageError(f"--{shown_as_json[0].replace('_', '-')} needs --json, which shows them")
+
     params = SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **given(SamplingParams, options)})
     turns = [{"role": "system", "content": system}] if system is not None else []
     chats = [[*turns, {"role": "user", "content": message}] for message in messages]
@@ -106,11 +110,12 @@ def _show(output: RequestOutput, as_json: bool, lead: str) -> None:
 
 
 def _summary(outputs: list[RequestOutput], seconds: float, compiling: float) -> str:
-    """`compiling`: seconds of it that went into shapes met for the first time; the rate is without them."""
+    """`compiling`: seconds of it that went into shapes met for the first time, or into finding them in the cache; the
+    rate is without them."""
     generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
-    first_time = f", of which {compiling:.2f} s compiling" if compiling else ""
+    first_time = f", of which {compiling:.2f} s compiling or loading programs" if compiling else ""
     return (f"{len(outputs)} requests, {generated} tokens in {seconds:.2f} s{first_time}: "
             f"{generated / max(seconds - compiling, 1e-9):.1f} tok/s; "
             f"{cached} of {prompt} prompt tokens from the prefix cache")

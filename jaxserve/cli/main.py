@@ -6,8 +6,12 @@ and usage errors answer at once.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
+import os
 import signal
+import sys
 from typing import Any
 
 import click
@@ -32,6 +36,7 @@ CONTEXT_SETTINGS = {
 
 
 _INTERRUPTED = 128 + signal.SIGINT  # as shells have it
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, or a quota
 
 
 class _EchoHandler(logging.Handler):
@@ -61,12 +66,25 @@ class _UserError(click.ClickException):
     exit_code = 2
 
 
+def _drop_output() -> None:
+    """What is left in buffers goes nowhere, instead of failing once more as the interpreter ends."""
+    with contextlib.suppress(OSError, ValueError):  # a test's output is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class _Cli(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except JaxserveError as error:
             raise _UserError(" ".join(str(error).split())) from error
+        except MemoryError as error:
+            raise _UserError(f"memory ran out: {error}") from error
+        except OSError as error:
+            if error.errno not in _CANNOT_WRITE:
+                raise
+            _drop_output()
+            raise _UserError(f"cannot write: {error.strerror}") from error
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             raise click.exceptions.Exit(_INTERRUPTED) from None

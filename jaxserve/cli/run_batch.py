@@ -14,7 +14,7 @@ import click
 
 from jaxserve.cli.options import SectionedCommand, given, options_of
 from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, how_to_install
 
 if TYPE_CHECKING:
     from jaxserve.serving.batch import Task
@@ -42,7 +42,7 @@ def run_batch(source: BinaryIO, target: str, model: str, served_model_name: str 
     try:
         from jaxserve.serving.batch import read_tasks
     except ModuleNotFoundError as error:
-        raise ConfigError(f"run-batch needs {error.name}: pip install 'jaxserve[serve]'") from None
+        raise ConfigError(f"run-batch needs {error.name}: {how_to_install('serve')}") from None
 
     from_file = source is not sys.stdin.buffer
     if from_file and target != "-" and Path(target).exists() and Path(target).samefile(source.name):

@@ -13,7 +13,7 @@ import click
 
 from jaxserve.cli.options import SectionedCommand, given, options_of
 from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.errors import ConfigError, JaxserveError, how_to_install
 from jaxserve.serving.config import ServeConfig, read_config_file
 from jaxserve.serving.logs import use_format
 
@@ -42,7 +42,7 @@ def serve(model: str, config_file: Path | None, **options: Any) -> None:
     if config.grpc_port and importlib.util.find_spec("grpc") is None:
         missing.append("grpcio")
     if missing:
-        raise ConfigError(f"serving needs {', '.join(missing)}: pip install 'jaxserve[serve]'")
+        raise ConfigError(f"serving needs {', '.join(missing)}: {how_to_install('serve')}")
 
     use_format(config.log_format)
     if not sys.stderr.isatty():

@@ -81,7 +81,7 @@ class Executables:
         """The program of `key`; compiled now if it is met for the first time."""
         compiled = self._compiled.get(key)
         if compiled is None:
-            logger.info("compiling %s", key)
+            logger.info("preparing %s", key)  # whether it is in the cache is only known afterwards
             self.compile_all([key])
             compiled = self._compiled[key]
         return compiled

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from jaxserve.engine.core import StepStats
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, how_to_install
 from jaxserve.outputs import RequestOutput, StreamEvent
 from jaxserve.serving.service import RequestStream
 
@@ -119,4 +119,4 @@ class Tracing:
 
 
 def _missing() -> ConfigError:
-    return ConfigError("otlp_endpoint needs OpenTelemetry: pip install 'jaxserve[otel]'")
+    return ConfigError(f"otlp_endpoint needs OpenTelemetry: {how_to_install('otel')}")

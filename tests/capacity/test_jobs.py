@@ -56,10 +56,10 @@ def test_only_spills_of_our_own_kernels_count():
     assert jobs.Compiled(program=STEP, kernels=kernels).spills == 12
 
 
-@pytest.mark.parametrize("name, command", [("tpu:v5e:1x1", "jaxserve[tpu]"), ("gpu:h100", "jaxserve[cuda-compiler]")])
-def test_a_compiler_that_is_not_installed_is_named(name, command, monkeypatch):
+@pytest.mark.parametrize("name, extra", [("tpu:v5e:1x1", "tpu"), ("gpu:h100", "cuda-compiler")])
+def test_a_compiler_that_is_not_installed_is_named(name, extra, monkeypatch):
     monkeypatch.setattr(jobs.importlib.util, "find_spec", lambda name: None)
-    assert jobs.missing_compiler(parse_target(name)) == f"pip install '{command}'"
+    assert jobs.missing_compiler(parse_target(name)) == f"pip install '.[{extra}]' in a clone of jaxserve"
     assert jobs.missing_compiler(parse_target("cpu")) is None
 
 

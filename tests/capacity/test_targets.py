@@ -38,6 +38,22 @@ def test_a_topology_of_the_wrong_number_of_dimensions(name):
         parse_target(name)
 
 
+@pytest.mark.parametrize("name, there_are", [
+    ("tpu:v5e:3x5", "1x1, 2x2, 2x4, .* 16x16$"), ("tpu:v6e:32x32", "16x16$"), ("tpu:v5e:4x2", "2x4"),
+    ("tpu:v5p:3x3x3", "2x4x4, and multiples of 4"), ("tpu:v5p:16x16x28", "up to 6144 chips"),
+    ("tpu:tpu7x:8x4x4", "ascending order"), ("gpu:h100x99999999999", "at most 8 h100; give 1 to 8"),
+    ("gpu:a100x17", "at most 16 a100")])
+def test_more_than_there_is(name, there_are):
+    with pytest.raises(ConfigError, match=f"target '{name}'.*{there_are}"):
+        parse_target(name)
+
+
+@pytest.mark.parametrize("name", ["tpu:v5p:4x4x4", "tpu:v5p:4x8x12", "tpu:v5p:16x16x24", "tpu:tpu7x:16x24x24",
+                                  "tpu:v6e:16x16", "gpu:a100x16"])
+def test_the_largest_that_there_are(name):
+    assert parse_target(name).num_devices >= 16
+
+
 def test_jax_gives_out_three_quarters_of_a_gpu_and_all_of_a_tpu():
     gpu, tpu = parse_target("gpu:h100"), parse_target("tpu:v5e:1x1")
     assert gpu.usable_bytes() == pytest.approx(0.75 * 80e9, rel=0.07)

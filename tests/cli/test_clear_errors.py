@@ -36,6 +36,18 @@ def test_an_engine_larger_than_the_memory_is_refused_before_anything_is_loaded(t
     assert "max_num_seqs=65536" in error and "too little; lower max_num_seqs" in error
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_a_full_disk(tiny_model, as_json):
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "jaxserve", "generate", str(tiny_model), "--prompt", "a", "--max-tokens", "2",
+             *as_json], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert result.stderr.splitlines()[-1] == "Error: cannot write: No space left on device"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_an_address_space_that_is_too_small(tiny_model):
     """As ulimit -v makes it: 300 MiB more than jax has taken, of which 500 MiB are for the sequences."""

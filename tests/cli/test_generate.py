@@ -96,6 +96,14 @@ def test_json_lines_hold_what_the_api_returns(fake_llm):
     assert record["outputs"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("option", ["--logprobs", "--prompt-logprobs"])
+def test_log_probabilities_are_refused_where_they_would_not_be_shown(fake_llm, option):
+    result = run("-p", "one", option, "2")
+    assert result.exit_code == 2 and f"{option} needs --json" in result.stderr
+    assert not fake_llm.instances
+    assert run("-p", "one", option, "2", "--json").exit_code == 0
+
+
 def test_one_failed_prompt_is_reported_in_its_place(fake_llm):
     result = run("-p", "one", "-p", "too long", "-p", "two", "--max-tokens", "1")
     assert result.exit_code == 1
@@ -121,5 +129,5 @@ def test_a_user_error_is_one_line_and_exit_code_2(fake_llm, command):
 def test_the_rate_leaves_out_the_time_spent_on_compiling():
     output = RequestOutput("0", "x", [1] * 5, [CompletionOutput(0, "", [1] * 60, "length")])
     assert _summary([output], seconds=5.0, compiling=2.0) == (
-        "1 requests, 60 tokens in 5.00 s, of which 2.00 s compiling: 20.0 tok/s; "
+        "1 requests, 60 tokens in 5.00 s, of which 2.00 s compiling or loading programs: 20.0 tok/s; "
         "0 of 5 prompt tokens from the prefix cache")

@@ -20,7 +20,7 @@ def run(*args: str):
 
 @pytest.fixture
 def no_compilers(monkeypatch):
-    monkeypatch.setattr(jobs, "missing_compiler", lambda target: "pip install 'jaxserve[tpu]'")
+    monkeypatch.setattr(jobs, "missing_compiler", lambda target: "pip install '.[tpu]'")
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "qwen3-0.6b", "gemma-2-9b"])
@@ -29,7 +29,7 @@ def test_it_answers_without_accelerators_and_their_packages(model, target, no_co
     result = run("--model", model, "--target", target)
     assert result.exit_code == 0, result.output
     for words in ("Memory of one device", "weights", "KV pool", "Least time of a decode step", "Compiled shapes",
-                  "estimated", "pip install 'jaxserve[tpu]'"):
+                  "estimated", "pip install '.[tpu]'"):
         assert words in result.stdout
 
 
@@ -42,6 +42,12 @@ def test_json_has_the_numbers(no_compilers):
     assert plan["kv_cache"]["bytes_per_token"] == 65536
     assert [floor["batch"] for floor in plan["decode_steps"]] == [1, 4, 16, 64]
     assert plan["engine"]["max_num_seqs"] == 64 and "decode64+prefill0" in plan["engine"]["buckets"]
+
+
+def test_a_context_longer_than_the_engine_s_is_refused(no_compilers):
+    result = run("--target", "tpu:v6e:1x1", "--model", "qwen3-0.6b", "--max-model-len", "128", "--context", "129")
+    assert result.exit_code == 2
+    assert "context=129 is more than max_model_len=128" in result.stderr
 
 
 def test_batches_and_context_can_be_chosen(no_compilers):
@@ -74,7 +80,7 @@ def test_this_machine_s_cpu_is_compiled_for(tiny_model):
     assert plan["per_device"]["temp_bytes"] == max(program["temp_bytes"] for program in plan["compiled"])
 
 
-@pytest.mark.skipif(not HAS_TPU_COMPILER, reason="libtpu is not installed: pip install 'jaxserve[tpu]'")
+@pytest.mark.skipif(not HAS_TPU_COMPILER, reason="libtpu is not installed: pip install '.[tpu]'")
 def test_a_tpu_is_compiled_for_where_its_compiler_is(tiny_model):
     result = run("--model", "llama-3.2-1b", "--target", "tpu:v6e:1x1", "--json", "--deterministic")
     assert json.loads(result.stdout)["temporaries_are"] == "compiled"
