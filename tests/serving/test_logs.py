@@ -21,6 +21,7 @@ from jaxserve.serving.http.app import HttpOptions
 from jaxserve.serving.logs import AccessLog, JsonFormatter
 from tests.drills.process import PATIENCE, server_process
 from tests.llm import tiny
+from tests.serving.certificates import Authority
 from tests.serving.grpc.harness import Loop, running
 from tests.serving.http.conftest import serving
 
@@ -121,8 +122,21 @@ main(["serve", "m", "--log-format", "json"])
     assert {line["level"] for line in lines} == {"INFO", "WARNING", "ERROR"}
 
 
+def test_the_core_of_grpc_writes_no_lines_that_are_no_json(tiny_files, tmp_path):
+    certificate, key = Authority(tmp_path / "ca").sign("server")
+    with server_process(tiny_files, **tiny.ENGINE, log_format="json", compile_mode="lazy", ssl_certfile=certificate,
+                        ssl_keyfile=key) as server:
+        with socket.create_connection(("127.0.0.1", server.grpc_port), PATIENCE) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")  # no handshake
+            with contextlib.suppress(ConnectionResetError):
+                while connection.recv(4096):
+                    pass
+    for line in server.said.splitlines():
+        json.loads(line)
+
+
 def test_the_log_of_a_server_that_is_bothered(tiny_files):
-    """What is no HTTP, nor TLS on the port of gRPC: lines of uvicorn, and none of grpc's core, which are no JSON."""
+    """uvicorn's lines have the log's form too."""
     for log_format in ("json", "text"):
         with server_process(tiny_files, **tiny.ENGINE, log_format=log_format, compile_mode="lazy") as server:
             for port in (server.port, server.grpc_port):
