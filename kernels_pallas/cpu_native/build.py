@@ -25,6 +25,7 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-
 COMPILERS = ("c++", "g++", "clang++")
 KERNELS = ("paged_attention", "uninitialized", "linear")
 COMPILE_SECONDS = 300
+_NO_COMPILER = "no C++ compiler was found (c++, g++ or clang++)"
 
 
 class Unavailable(Exception):
@@ -42,16 +43,20 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _compilers() -> list[list[str]]:
-    """Commands that may compile C++, those to be tried first first. CXX may have arguments ("ccache g++")."""
-    try:
-        commands = [shlex.split(os.environ.get("CXX", "")), *([name] for name in COMPILERS)]
-    except ValueError as error:
-        raise Unavailable(f"CXX={os.environ['CXX']!r} is no command: {error}") from None
-    found = [[path, *rest] for name, *rest in filter(None, commands) if (path := shutil.which(name))]
-    if not found:
-        raise Unavailable("no C++ compiler was found (c++, g++ or clang++)")
-    return found
+def _compilers() -> tuple[list[list[str]], list[str]]:
+    """Commands that may compile C++ and are here, the first to be tried first, and what is wrong with the user's own:
+    CXX, which may have arguments ("ccache g++")."""
+    commands, wrong = [[name] for name in COMPILERS], []
+    if cxx := os.environ.get("CXX"):
+        try:
+            own = shlex.split(cxx)
+        except ValueError as error:
+            wrong.append(f"CXX={cxx!r} is no command: {error}")
+        else:
+            commands = [own, *commands]
+            if own and shutil.which(own[0]) is None:
+                wrong.append(f"CXX={cxx!r} does not exist")
+    return [[path, *rest] for name, *rest in filter(None, commands) if (path := shutil.which(name))], wrong
 
 
 def _compile(compiler: list[str], to: Path) -> None:
@@ -104,18 +109,16 @@ def _library(compiler: list[str]) -> tuple[str, ctypes.CDLL]:
 
 @functools.cache
 def _load() -> _Loaded | Unavailable:
-    failures: list[str] = []
+    compilers, failures = _compilers()
     try:
-        for compiler in _compilers():
+        for compiler in compilers:
             try:
                 key, library = _library(compiler)
                 break
             except Unavailable as error:
                 failures.append(str(error))
         else:
-            return Unavailable("; ".join(failures))
-    except Unavailable as error:
-        return error
+            return Unavailable("; ".join(failures if compilers else [_NO_COMPILER, *failures]))
     except OSError as error:
         return Unavailable(f"the compiled kernels could not be stored or loaded: {error}")
     # The names stand in compiled programs, which are cached: a changed kernel must not meet an old program.

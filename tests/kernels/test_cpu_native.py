@@ -161,7 +161,14 @@ def test_a_compiler_that_fails_gives_way_to_the_next(monkeypatch, unloaded, brok
 def test_the_environment_s_compiler_may_have_arguments(monkeypatch, command, found):
     monkeypatch.setenv("CXX", command)
     monkeypatch.setattr(build.shutil, "which", lambda name: f"/bin/{name}")
-    assert build._compilers() == [found, ["/bin/c++"], ["/bin/g++"], ["/bin/clang++"]]
+    assert build._compilers() == ([found, ["/bin/c++"], ["/bin/g++"], ["/bin/clang++"]], [])
+
+
+@pytest.mark.parametrize("command, message", [("no-such-compiler -O1", "CXX='no-such-compiler -O1' does not exist"),
+                                              ("g++ 'x", "CXX=\"g++ 'x\" is no command")])
+def test_a_compiler_that_does_not_exist_gives_way_too(monkeypatch, unloaded, command, message):
+    monkeypatch.setenv("CXX", command)
+    assert message in build.compiled_by()
 
 
 def test_arguments_reach_the_compiler(monkeypatch, unloaded, tmp_path):
