@@ -6,8 +6,9 @@
 
 Two things are compiled, each for the largest decode step and the largest step of all: paged attention alone, and
 the whole jitted step of the model with one layer and with all of them (as many as fit one device, if not all do).
-Bad is: it does not compile; the donated KV pool is not updated in place, or temporaries take more than a tenth of
-it; a Pallas kernel for CUDA spills registers. Nothing is executed: this says nothing about speed or numbers.
+Bad is: it does not compile; the donated KV pool is not updated in place, or an array of it is copied on the way;
+temporaries of attention alone take more than a tenth of the pool; a Pallas kernel for CUDA spills registers. Nothing is
+executed: this says nothing about speed or numbers.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Row:
             return self.compiled.error
         if self.compiled.pool_is_copied:
             return "the KV pool is copied"
+        if self.part == "attention" and self.compiled.temp_bytes > 0.1 * self.compiled.pool_bytes:
+            return "temporaries take more than a tenth of the KV pool"
         return f"{self.compiled.spills} bytes of registers spill" if self.compiled.spills else None
 
 

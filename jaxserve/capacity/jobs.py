@@ -67,6 +67,7 @@ class Compiled:
         backend: of attention.
         seconds, cpu_seconds: to trace, lower and compile it.
         pool_bytes: of the KV pool, which is among the arguments and donated.
+        pool_copies: instructions that copy the pool or one of its arrays.
         alias_bytes: of arguments that results are written into.
         vmem_bytes: of a TPU core's vector memory, the most that a Pallas kernel of the program takes.
         error: why there is no program; all numbers are 0 then.
@@ -77,6 +78,7 @@ class Compiled:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     pool_bytes: int = 0
+    pool_copies: int = 0
     argument_bytes: int = 0
     alias_bytes: int = 0
     temp_bytes: int = 0
@@ -87,8 +89,8 @@ class Compiled:
 
     @property
     def pool_is_copied(self) -> bool:
-        """The donated pool is not updated in place, or a good part of it is copied on the way."""
-        return self.alias_bytes < self.pool_bytes or self.temp_bytes > 0.1 * self.pool_bytes
+        """The donated pool is not updated in place, or is copied on the way."""
+        return self.alias_bytes < self.pool_bytes or self.pool_copies > 0
 
     @property
     def spills(self) -> int:

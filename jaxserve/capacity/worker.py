@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -135,21 +136,33 @@ def compile_program(plan: EnginePlan, program: Program, part: Literal["step", "a
                 lowered = lower_attention(plan, program)
             compiled = lowered.compile()
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-        memory = compiled.memory_analysis()
+        memory, text = compiled.memory_analysis(), compiled.as_text() or ""
         assert memory is not None
+        has_pool = isinstance(program, Bucket)
         return Compiled(
             program=str(program), backend=plan.step.backend, seconds=seconds, cpu_seconds=cpu_seconds,
-            pool_bytes=plan.pool_bytes if isinstance(program, Bucket) else 0,
+            pool_bytes=plan.pool_bytes if has_pool else 0,
+            pool_copies=copies_of(kernels.pool_spec(plan.step.attention, plan.step.backend), text) if has_pool else 0,
             argument_bytes=memory.argument_size_in_bytes, alias_bytes=memory.alias_size_in_bytes,
             temp_bytes=memory.temp_size_in_bytes, code_bytes=memory.generated_code_size_in_bytes,
-            vmem_bytes=_vmem_bytes(compiled) if plan.device.platform == "tpu" else 0, kernels=kernel_use())
+            vmem_bytes=_vmem_bytes(text) if plan.device.platform == "tpu" else 0, kernels=kernel_use())
     except Exception as error:  # a compiler's report: every failure is a result
         return Compiled(program=str(program), backend=plan.step.backend, error=_in_words(error))
 
 
-def _vmem_bytes(compiled: jax.stages.Compiled) -> int:
+def copies_of(arrays: Any, text: str) -> int:
+    """How many instructions of a compiled program, given as text, copy as many elements as one of the arrays has.
+
+    By elements and not by shape, because a copy may be into another one.
+    """
+    sizes = {math.prod(leaf.shape) for leaf in jax.tree.leaves(arrays)}
+    copied = re.findall(r"^\s*(?:ROOT )?\S+ = \(?\w+\[([\d,]+)\].* copy(?:-start)?\(", text, re.MULTILINE)
+    return sum(math.prod(map(int, shape.split(","))) in sizes for shape in copied)
+
+
+def _vmem_bytes(text: str) -> int:
     """The most vector memory that a Pallas kernel of a TPU program takes; in the text it is memory space 1."""
-    calls = [line for line in (compiled.as_text() or "").splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+    calls = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
     sizes = [int(size) for call in calls
              for size in re.findall(r'"used_scoped_memory_configs":\[\{"memory_space":"1",[^}]*"size":"(\d+)"', call)]
     return max(sizes, default=0)

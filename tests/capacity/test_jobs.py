@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from jaxserve.capacity import jobs
@@ -9,6 +10,7 @@ from jaxserve.capacity.footprint import first_layers
 from jaxserve.capacity.models import find_model
 from jaxserve.capacity.ptx import KernelUse, launch_shared_bytes, parse_report
 from jaxserve.capacity.targets import parse_target
+from jaxserve.capacity.worker import copies_of
 
 OPTIONS = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32, "page_size": 16, "deterministic": True}
 STEP = "decode2+prefill0"
@@ -42,12 +44,26 @@ def test_a_process_that_ends_costs_one_program_only(tiny_model):
     assert lost.error is not None and "the compiler's process ended with code 1: KeyError" in lost.error
 
 
-def test_a_pool_is_copied_if_it_is_not_written_in_place_or_much_is_kept_beside_it():
-    def copied(alias: int, temp: int) -> bool:
-        return jobs.Compiled(program=STEP, pool_bytes=1000, alias_bytes=alias, temp_bytes=temp).pool_is_copied
+def test_a_pool_is_copied_if_it_is_not_written_in_place_or_moved_on_the_way():
+    def copied(alias: int, copies: int) -> bool:
+        return jobs.Compiled(program=STEP, pool_bytes=1000, alias_bytes=alias, pool_copies=copies).pool_is_copied
 
-    assert not copied(1000, 100) and not copied(1200, 0)
-    assert copied(999, 0) and copied(1000, 101)
+    assert not copied(1000, 0) and not copied(1200, 0)
+    assert copied(999, 0) and copied(1000, 1)
+
+
+def test_copies_of_the_pool_are_found_in_the_program_whatever_their_shape():
+    pool = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in (("kv", (64, 8, 16, 256)),
+                                                                             ("scales", (64, 8)))}
+    text = """
+  %copy.1 = bf16[64,8,16,256]{3,2,1,0:T(8,128)(2,1)} copy(%pool.1), metadata={op_name="jit(step)/while"}
+  ROOT %copy.2 = u16[64,8,256,16]{2,3,1,0} copy(%bitcast.7)
+  %copy-start.3 = (f32[64,8]{1,0:T(8,128)S(1)}, f32[64,8]{1,0}, u32[]{:S(2)}) copy-start(%scales.1)
+  %copy.4 = bf16[64,8,16,128]{3,2,1,0} copy(%half.1)
+  %fusion.5 = bf16[64,8,16,256]{3,2,1,0} fusion(%pool.1, %k.1), kind=kInput, calls=%copy_rows
+  %parameter.6 = bf16[64,8,16,256]{3,2,1,0} parameter(0)
+"""
+    assert copies_of(pool, text) == 3
 
 
 def test_only_spills_of_our_own_kernels_count():
