@@ -90,6 +90,12 @@ def test_the_pool_is_no_larger_than_can_be_used():
     assert plan.full_length_sequences == 4
 
 
+def test_a_tpu_keeps_more_arrays_of_logits_than_a_gpu():
+    """As its compiler says of the programs in docs/kernels.md, where neither is asked."""
+    on_tpu, on_gpu = (capacity(target, max_num_seqs=256).share.temp_bytes for target in ("tpu:v6e:1x1", "gpu:h100"))
+    assert on_tpu - on_gpu == 3 * 4 * 320 * LLAMA.spec.vocab_size
+
+
 def test_a_larger_share_of_a_gpu_gives_a_larger_pool():
     less, more = (capacity("gpu:h100", gpu_fraction=fraction).share for fraction in (0.75, 0.9))
     assert more.pool_bytes - less.pool_bytes == pytest.approx(0.15 * 0.97 * 84_942_979_072, rel=1e-3)
