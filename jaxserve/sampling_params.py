@@ -55,8 +55,8 @@ class SamplingParams:
         include_stop_str_in_output: keep the matched stop string in the text, and the text of an EOS or
             stop id (still subject to skip_special_tokens).
         ignore_eos: do not stop at EOS.
-        seed: 64 bits; makes the request's samples reproducible: they depend on (seed, completion index,
-            position).
+        seed: 64 bits, with or without a sign; makes the request's samples reproducible: they depend on (seed,
+            completion index, position).
         logprobs: return the k best log-probabilities of each generated position, and the sampled one's.
         prompt_logprobs: the same for prompt positions (the first has none).
         detokenize: False: no text, so no stop strings either.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +24,22 @@ if TYPE_CHECKING:
 
 # What these say in /v1/models; both know the fields `ignore_eos` and `return_token_ids`.
 _KNOW_OUR_FIELDS = ("jaxserve", "vllm")
+_HINTS = dict.fromkeys((401, "UNAUTHENTICATED"), "; give --api-key")
+_REASON_BYTES = 500
+
+logger = logging.getLogger(__name__)
+
+
+class _Reasons:
+    """What a server said of its first failure of each kind goes to the log; the report counts kinds."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def tell(self, kind: str, reason: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            logger.warning("a request failed: %s: %s", kind, reason)
 
 
 class Target(Protocol):
@@ -60,6 +77,7 @@ class OpenAITarget:
         self._sampling = dict(sampling or {})
         self._our_fields = our_fields
         self._session: aiohttp.ClientSession
+        self._reasons = _Reasons()
 
     async def __aenter__(self) -> OpenAITarget:
         # A connection for each request that runs: the number of those is the load's business.
@@ -80,7 +98,7 @@ class OpenAITarget:
         try:
             async with self._session.get(url) as answer:
                 models = (await answer.json())["data"] if answer.status == 200 else []
-                reason = f"status {answer.status}"
+                reason = f"status {answer.status}{_HINTS.get(answer.status, '')}"
         except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
             models, reason = [], f"{type(error).__name__}: {error}"
         known = {model.get("id"): model.get("owned_by") for model in models}
@@ -109,6 +127,8 @@ class OpenAITarget:
                                           headers={"Content-Type": "application/json"}) as answer:
                 if answer.status != 200:
                     exchange.error = f"HTTP {answer.status}"
+                    said = (await answer.content.read(_REASON_BYTES)).decode(errors="replace")
+                    self._reasons.tell(exchange.error, said + _HINTS.get(answer.status, ""))
                     return
                 await read_answer(answer.content.iter_any(), exchange)
         except (aiohttp.ClientError, OSError) as error:
@@ -194,6 +214,7 @@ class GrpcTarget:
         self.name = f"grpc://{target}"
         self._target, self._token = target, api_key
         self._client: AsyncClient
+        self._reasons = _Reasons()
         self._params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **(sampling or {})})
 
     async def __aenter__(self) -> GrpcTarget:
@@ -222,7 +243,6 @@ class GrpcTarget:
                     exchange.completion_tokens = len(completion.token_ids)
                     exchange.prompt_tokens = len(event.output.prompt_token_ids)
                     exchange.cached_tokens = event.output.num_cached_tokens
-        except ServerError as error:
-            exchange.error = error.code
         except JaxserveError as error:
-            exchange.error = type(error).__name__
+            exchange.error = error.code if isinstance(error, ServerError) else type(error).__name__
+            self._reasons.tell(exchange.error, f"{error}{_HINTS.get(exchange.error, '')}")

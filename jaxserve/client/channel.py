@@ -7,6 +7,8 @@ from pathlib import Path
 
 import grpc
 
+from jaxserve.errors import ConfigError
+
 DEFAULT_TARGET = "localhost:50051"
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 20  # as the server's
 KEEPALIVE_SECONDS = 30  # a server that has vanished is noticed even while no answer is due
@@ -26,8 +28,14 @@ class ClientTls:
     key: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        ca, key, certificate = (None if path is None else Path(path).read_bytes()
-                                for path in (self.ca, self.key, self.certificate))
+        """Raises ConfigError: a file cannot be read, or there is one of certificate and key."""
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError("certificate and key go together")
+        try:
+            ca, key, certificate = (None if path is None else Path(path).read_bytes()
+                                    for path in (self.ca, self.key, self.certificate))
+        except OSError as error:
+            raise ConfigError(f"a TLS file cannot be read: {error}") from None
         return grpc.ssl_channel_credentials(ca, key, certificate)
 
 

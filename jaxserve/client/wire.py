@@ -51,7 +51,7 @@ def generate_request(prompt: Prompt, params: SamplingParams, request_id: str | N
             raise RequestError('a prompt given as a dict has the one key "prompt" or "prompt_token_ids", got the keys '
                                f"{sorted(map(str, prompt))}", "prompt")
         (prompt,) = prompt.values()
-    message = pb.GenerateRequest(request_id=request_id or new_request_id(), sampling=sampling_message(params))
+    message = pb.GenerateRequest(request_id=_request_id(request_id), sampling=sampling_message(params))
     if isinstance(prompt, str):
         message.text = text = check_text("prompt", prompt)
         message.return_prompt_token_ids = True
@@ -65,7 +65,7 @@ def generate_request(prompt: Prompt, params: SamplingParams, request_id: str | N
 def chat_request(messages: Messages, params: SamplingParams, request_id: str | None = None,
                  **template: Any) -> Request:
     """`template`: as for `conversation`. Raises RequestError."""
-    return Request(pb.ChatRequest(request_id=request_id or new_request_id(), sampling=sampling_message(params),
+    return Request(pb.ChatRequest(request_id=_request_id(request_id), sampling=sampling_message(params),
                                   conversation=conversation(messages, **template), return_prompt_token_ids=True),
                    params, None, None)
 
@@ -99,12 +99,10 @@ def sampling_message(params: SamplingParams) -> pb.SamplingParams:
             getattr(message, field.name).update(value)
         elif isinstance(value, Sequence) and not isinstance(value, str):
             getattr(message, field.name).extend(value)
+        elif field.name == "seed":
+            message.seed = value - 2**64 if value >= 2**63 else value  # the same 64 bits, with a sign
         else:
-            try:
-                setattr(message, field.name, value)
-            except ValueError:  # seeds may have 64 bits without a sign
-                raise RequestError(f"{field.name} is {value}, but the protocol takes integers from -2**63 to 2**63-1",
-                                   field.name) from None
+            setattr(message, field.name, value)
     return message
 
 
@@ -181,6 +179,12 @@ def _message(fields: Any, param: str) -> pb.Message:
     if extra:
         message.extra_json = _json(extra, param)
     return message
+
+
+def _request_id(given: object) -> str:
+    if given is None or given == "":
+        return new_request_id()
+    return check_text("request_id", given)
 
 
 def _json(value: Any, param: str) -> str:

@@ -287,7 +287,7 @@ class Processor:
         """A 64-bit seed for each completion. Unseeded requests differ from each other and from all seeded
         ones, yet repeat with the engine's seed and the order of submission."""
         if params.seed is not None:
-            source = f"request {params.seed}"
+            source = f"request {params.seed % 2**64}"  # its 64 bits: protocols differ in whether they have a sign
         else:
             source = f"engine {self._base_seed} {next(self._counter)}"
         return [_hash64(f"{source} {index}") for index in range(params.n)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import QueueFullError
+from jaxserve.sampling_params import shortened
 from jaxserve.serving.http.answers import Json, to_json
 from jaxserve.serving.http.calls import CALLS
 from jaxserve.serving.http.errors import ApiError, api_error, invalid
@@ -20,9 +21,9 @@ LIMITS = ServiceLimits(max_waiting_tokens=2**62)
 
 
 class LineError(Exception):
-    """A line is no request. `code`: the batch API's word for it."""
+    """A line is no request. `code`: the batch API's word for it. `custom_id`: as it was given, to be found again."""
 
-    def __init__(self, code: str, message: str, custom_id: str | None = None):
+    def __init__(self, code: str, message: str, custom_id: Any = None):
         super().__init__(message)
         self.code = code
         self.custom_id = custom_id
@@ -32,7 +33,7 @@ class LineError(Exception):
 class Task:
     """One line: a request for `path`, or what is wrong with it."""
 
-    custom_id: str | None
+    custom_id: Any
     path: str
     body: Any
     error: LineError | None = None
@@ -60,7 +61,8 @@ def _task(number: int, line: bytes, seen: set[str]) -> Task:
         raise LineError("invalid_json_line", f"line {number} is no JSON object")
     custom_id = request.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
-        raise LineError("missing_required_parameter", f"line {number} has no custom_id, which is a text")
+        got = "none" if custom_id is None else shortened(custom_id)
+        raise LineError("missing_required_parameter", f"line {number}: custom_id must be a text, got {got}", custom_id)
     if custom_id in seen:
         raise LineError("duplicate_custom_id", f"line {number}: the custom_id of an earlier line; each must be unique",
                         custom_id)

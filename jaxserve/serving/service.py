@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeVar
 
 from jaxserve.config import ResolvedConfig
 from jaxserve.engine.core import StepStats
-from jaxserve.engine.processor import CHEAP_CHARS, ProcessedRequest, Prompt
+from jaxserve.engine.processor import ProcessedRequest, Prompt
 from jaxserve.errors import EngineClosedError, JaxserveError, QueueFullError, RequestError
 from jaxserve.llm import LLM, Messages
 from jaxserve.outputs import FinishReason, PositionLogprobs, RequestOutput, StreamEvent
@@ -40,6 +40,7 @@ T = TypeVar("T")
 
 _TEXT_THREADS = 2
 _LONG_CHARS = 1 << 16  # a text of this length is encoded in some hundredths of a second
+_MOST_IDS = 1 << 22  # to be decoded at a time: half a second
 _RATE_SECONDS = 10.0
 _SNAPSHOT_PATIENCE = 1.0  # seconds; a step that compiles takes longer, and then the last numbers are given
 
@@ -548,9 +549,8 @@ class Service:
     async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = False, param: str = "tokens") -> str:
         """The text of ids that a client gave. Raises RequestError, naming `param`: they are no ids of the tokenizer's,
         or too many, or there is no tokenizer."""
-        limit = max(CHEAP_CHARS, self.config.max_model_len)
-        if isinstance(ids, Sequence) and len(ids) > limit:
-            raise RequestError(f"{param} has {len(ids)} ids, at most {limit} are taken at a time", param)
+        if isinstance(ids, Sequence) and len(ids) > _MOST_IDS:
+            raise RequestError(f"{param} has {len(ids)} ids, at most {_MOST_IDS} are taken at a time", param)
 
         def decode() -> str:
             tokenizer, checked = self._need_tokenizer(), check_token_ids(param, ids)

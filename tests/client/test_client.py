@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from jaxserve import QueueFullError, RequestError, SamplingParams
-from jaxserve.client import AsyncClient, Client, ServerError, ServerTimeoutError
+from jaxserve import ConfigError, QueueFullError, RequestError, SamplingParams
+from jaxserve.client import AsyncClient, Client, ClientTls, ServerError, ServerTimeoutError
 from jaxserve.client.wire import sampling_message
 from jaxserve.serving.grpc.inference import sampling_params
 from jaxserve.serving.service import ServiceLimits
@@ -194,9 +194,37 @@ def test_every_option_survives_the_wire():
     assert unchanged == [], "EVERY_OPTION is to have each option at another value than its default"
 
 
-def test_a_seed_beyond_the_wire():
-    with pytest.raises(RequestError, match="seed"):
-        sampling_message(SamplingParams(seed=2**64 - 1))
+@pytest.mark.parametrize("seed", [2**64 - 1, 2**63, 2**63 - 1, -5, -(2**63)])
+def test_seeds_are_those_of_the_offline_llm(client, llm, seed):
+    params = SamplingParams(seed=seed, temperature=1.0, max_tokens=8, ignore_eos=True)
+    assert client.generate("a", params)[0].outputs[0].token_ids == llm.generate(
+        "a", params, use_tqdm=False)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("given", [5, b"x", ["a"], "\ud800"])
+def test_request_ids_are_texts(client, given):
+    for start in (client.stream, lambda text, **options: client.stream_chat(
+            [{"role": "user", "content": text}], **options)):
+        with pytest.raises(RequestError, match="request_id"):
+            start("a", request_id=given)
+
+
+def test_tls_files_that_are_missing(tmp_path):
+    for tls in (ClientTls(ca=tmp_path / "none"), ClientTls(certificate=tmp_path / "none", key=tmp_path / "none")):
+        with pytest.raises(ConfigError, match="none"):
+            Client("localhost:1", tls=tls)
+    with pytest.raises(ConfigError, match="go together"):
+        Client("localhost:1", tls=ClientTls(certificate=tmp_path))
+
+
+@pytest.mark.parametrize("missing", ["grpc", "google.rpc", "grpc_status"])
+def test_without_grpc_it_says_what_to_install(missing):
+    program = ("import sys, importlib.util\n"
+               "find = importlib.util.find_spec\n"
+               f"importlib.util.find_spec = lambda name, *rest: None if name == {missing!r} else find(name, *rest)\n"
+               "import jaxserve.client")
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert process.returncode == 1 and process.stderr.endswith("pip install 'jaxserve[serve]'\n")
 
 
 def test_the_client_needs_no_jax():

@@ -18,13 +18,13 @@ from tests.llm import tiny
 MEGABYTES = 12 << 20  # below the limit of bodies
 TEXT = "a " * (MEGABYTES // 2)
 BODIES = {
-    "/v1/completions": [{"prompt": TEXT}, {"prompt": [TEXT]}, {"prompt": [1] * (MEGABYTES // 3)},
+    "/v1/completions": [{"prompt": TEXT}, {"prompt": [TEXT]}, {"prompt": [1] * (MEGABYTES // 2)},
                         {"prompt": [[]] * (MEGABYTES // 4)}],
     "/v1/chat/completions": [{"messages": [{"role": "user", "content": TEXT}]},
-                             {"messages": [{"role": "user", "content": "a"}] * (MEGABYTES // 36)}],
+                             {"messages": [{"role": "user", "content": "a"}] * (MEGABYTES // 26)}],
     "/v1/responses": [{"input": TEXT}],
     "/tokenize": [{"prompt": TEXT}, {"messages": [{"role": "user", "content": TEXT}]}],
-    "/detokenize": [{"tokens": [1] * (MEGABYTES // 3)}],
+    "/detokenize": [{"tokens": [1] * (MEGABYTES // 2)}],
 }
 # Of four bodies that are held at a time one is read as JSON, where millions of empty lists take the most, and each call
 # of gRPC has a message and what is made of it. To encode but one of these texts would take more than all of that.

@@ -88,6 +88,11 @@ def test_bad_lines_stop_no_others(llm):
     assert batch.num_failed == 6
 
 
+def test_a_custom_id_that_is_no_text_is_repeated(llm):
+    task, = read_tasks([b'{"custom_id": 5, "method": "POST", "url": "/v1/completions", "body": {}}'])
+    assert (task.custom_id, task.error.code) == (5, "missing_required_parameter") and "got 5" in str(task.error)
+
+
 def test_of_equal_custom_ids_the_first_counts(llm):
     tasks = read_tasks([line("a", max_tokens=1), line("b"), line("a", max_tokens=2)])
     assert [task.error and task.error.code for task in tasks] == [None, None, "duplicate_custom_id"]

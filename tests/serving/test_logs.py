@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 
+import grpc
 import pytest
 from click.testing import CliRunner
 
@@ -19,6 +20,7 @@ from jaxserve.client import Client
 from jaxserve.serving.config import ServeConfig
 from jaxserve.serving.http.app import HttpOptions
 from jaxserve.serving.logs import AccessLog, JsonFormatter
+from jaxserve.serving.protos.vllm import vllm_engine_pb2, vllm_engine_pb2_grpc
 from tests.drills.process import PATIENCE, server_process
 from tests.llm import tiny
 from tests.serving.certificates import Authority
@@ -71,8 +73,17 @@ def test_calls_of_grpc(make_llm, log):
         with pytest.raises(RequestError):
             client.generate("private" * 100, use_tqdm=False)
         client.tokenize("private")
+        client.abort("nobody")
+        with grpc.insecure_channel(server.target) as channel:
+            engine = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+            engine.HealthCheck(vllm_engine_pb2.HealthCheckRequest())
+            engine.GetLoads(vllm_engine_pb2.GetLoadsRequest())
+            with pytest.raises(grpc.RpcError):
+                engine.Embed(vllm_engine_pb2.EmbedRequest())
     loop.close()
-    done, refused, text = log()
+    done, refused, text, abort, embed = log()
+    assert (abort["method"], abort["status"]) == ("/jaxserve.v1.Inference/Abort", "OK")
+    assert (embed["method"], embed["status"]) == ("/vllm.grpc.engine.VllmEngine/Embed", "UNIMPLEMENTED")
     assert (done["method"], done["status"]) == ("/jaxserve.v1.Inference/Generate", "OK")
     assert (done["prompt_tokens"], done["completion_tokens"]) == (7, 3) and done["request_id"]
     assert refused["status"] == "INVALID_ARGUMENT"

@@ -45,8 +45,9 @@ class Calls:
         self._idle.set()
 
     @contextlib.asynccontextmanager
-    async def answer(self, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-        """Wraps the body of a call. What it raises ends the call with a status."""
+    async def answer(self, context: grpc.aio.ServicerContext, *, polled: bool = False) -> AsyncIterator[None]:
+        """Wraps the body of a call. What it raises ends the call with a status. `polled`: by probes and the like, again
+        and again, so that its line is only for debugging."""
         self._num_open += 1
         self._idle.clear()
         code = grpc.StatusCode.OK
@@ -65,16 +66,16 @@ class Calls:
             self._num_open -= 1
             if self._num_open == 0:
                 self._idle.set()
-            self._log(context, code)
+            self._log(context, code, logging.DEBUG if polled else logging.INFO)
 
-    def _log(self, context: grpc.aio.ServicerContext, code: grpc.StatusCode) -> None:
+    def _log(self, context: grpc.aio.ServicerContext, code: grpc.StatusCode, level: int) -> None:
         call = CURRENT.get()
         if self._access_log is None or call is None:
             return
         call.client = context.peer()
         if call.streams:
             call.request_id = call.streams[0].request_id
-        self._access_log.log(call, code.name)
+        self._access_log.log(call, code.name, level=level)
 
     async def idle(self) -> None:
         """Waits until no call is open."""

@@ -73,8 +73,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         raise AssertionError("answer() ends a call that has failed")
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        for request_id in request.request_ids:
-            self._service.abort(request_id)
+        async with self.calls.answer(context):
+            for request_id in request.request_ids:
+                self._service.abort(request_id)
         return pb.AbortResponse()
 
 

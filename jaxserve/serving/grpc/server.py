@@ -35,6 +35,7 @@ KEEPALIVE_TIMEOUT_SECONDS = 20
 REPLACED_SECONDS = 3600.0  # for which calls go on that began before the certificate was renewed
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_PROBES = (f"/{_HEALTH}/", vllm_engine.HEALTH_METHOD)  # they carry no token
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
 _SERVICES = (vllm_engine.SERVICE_NAME, inference.SERVICE_NAME)
 _Servicer = InferenceServicer | VllmEngineServicer
@@ -202,7 +203,7 @@ class _BearerTokens(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
                                 details: grpc.HandlerCallDetails) -> Any:
-        if details.method.startswith(f"/{_HEALTH}/") or self._allows(dict(details.invocation_metadata)):
+        if details.method.startswith(_PROBES) or self._allows(dict(details.invocation_metadata)):
             return await continuation(details)
         return self._refuse
 

@@ -32,6 +32,7 @@ from jaxserve.serving.service import RequestStream, Service, State
 from jaxserve.tokenizer import Tokenizer
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
+HEALTH_METHOD = f"/{SERVICE_NAME}/HealthCheck"
 
 _CHUNK_BYTES = 1 << 20
 _INPUT_FIELDS = {"prompt": "input"}
@@ -39,10 +40,7 @@ _NOT_SERVED = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "me
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """Answers over a Service. Responses of Generate are written, not yielded: see InferenceServicer.
-
-    Embed, StartProfile, StopProfile and SubscribeKvEvents are inherited: they answer UNIMPLEMENTED.
-    """
+    """Answers over a Service. Responses of Generate are written, not yielded: see InferenceServicer."""
 
     def __init__(self, service: Service, access_log: AccessLog | None = None):
         self._service = service
@@ -62,21 +60,41 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             await _answer(stream, context, params, request.stream)
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        for request_id in request.request_ids:
-            self._service.abort(request_id)
+        async with self.calls.answer(context):
+            for request_id in request.request_ids:
+                self._service.abort(request_id)
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: pb.HealthCheckRequest,
                           context: grpc.aio.ServicerContext) -> pb.HealthCheckResponse:
-        state = self._service.state
-        return pb.HealthCheckResponse(healthy=state is State.READY, message=state.value)
+        async with self.calls.answer(context, polled=True):
+            state = self._service.state
+            return pb.HealthCheckResponse(healthy=state is State.READY, message=state.value)
+        raise AssertionError("answer() ends a call that has failed")
+
+    async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext) -> None:
+        await self._refuse(context, "embeddings are not served; this server generates")
+
+    async def StartProfile(self, request: common_pb2.StartProfileRequest, context: grpc.aio.ServicerContext) -> None:
+        await self._refuse(context, "profiles are not served; jaxserve bench measures")
+
+    async def StopProfile(self, request: common_pb2.StopProfileRequest, context: grpc.aio.ServicerContext) -> None:
+        await self._refuse(context, "profiles are not served; jaxserve bench measures")
+
+    async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest,
+                                context: grpc.aio.ServicerContext) -> None:
+        await self._refuse(context, "events of the KV cache are not served; GetLoads has its use")
+
+    async def _refuse(self, context: grpc.aio.ServicerContext, message: str) -> None:
+        async with self.calls.answer(context):
+            raise UnimplementedError(message)
 
     async def FlushCache(self, request: common_pb2.FlushCacheRequest,
                          context: grpc.aio.ServicerContext) -> common_pb2.FlushCacheResponse:
-        if not await self._service.idle(request.timeout_s):
-            return common_pb2.FlushCacheResponse(
-                success=False, message=f"{self._service.num_active} requests are running; nothing was flushed")
         async with self.calls.answer(context):
+            if not await self._service.idle(request.timeout_s):
+                return common_pb2.FlushCacheResponse(
+                    success=False, message=f"{self._service.num_active} requests are running; nothing was flushed")
             await self._service.reset_prefix_cache()
         return common_pb2.FlushCacheResponse(success=True, message="the prefix cache is empty")
 
@@ -108,11 +126,13 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         raise AssertionError("answer() ends a call that has failed")
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
-        metrics = await self._service.engine_metrics()  # empty while the service starts
-        asked = request.dp_rank == 0  # absent, or the only one there is
-        loads = [scheduler_load(self._service, metrics)] if asked and metrics else []
-        return pb.GetLoadsResponse(timestamp=datetime.datetime.now(datetime.UTC).isoformat(),
-                                   version=jaxserve.__version__, dp_rank_count=1, loads=loads)
+        async with self.calls.answer(context, polled=True):
+            metrics = await self._service.engine_metrics()  # empty while the service starts
+            asked = request.dp_rank == 0  # absent, or the only one there is
+            loads = [scheduler_load(self._service, metrics)] if asked and metrics else []
+            return pb.GetLoadsResponse(timestamp=datetime.datetime.now(datetime.UTC).isoformat(),
+                                       version=jaxserve.__version__, dp_rank_count=1, loads=loads)
+        raise AssertionError("answer() ends a call that has failed")
 
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext) -> None:
         async with self.calls.answer(context):

@@ -15,7 +15,7 @@ def bench(tmp_path, *args, code=0) -> dict:
         "bench", "serve", "--conversations", "6", "--vocab-size", "250", "--input-tokens", "9", "--output-tokens", "5",
         *map(str, args), "--json", str(file)], catch_exceptions=False)
     assert result.exit_code == code, result.output
-    return json.loads(file.read_text())
+    return json.loads(file.read_text()) | {"said": result.output}
 
 
 def test_every_token_is_counted(server, tmp_path):
@@ -29,8 +29,10 @@ def test_every_token_is_counted(server, tmp_path):
     server.assert_idle()
 
 
-def test_refusals_and_absent_servers_are_counted(server, tmp_path):
+def test_refusals_and_absent_servers_are_counted_and_told_of_once(server, tmp_path):
     report = bench(tmp_path, "--grpc", server.target, "--input-tokens", 900, code=1)
     assert report["facts"]["failed: RequestError"] == 6
+    line, = [line for line in report["said"].splitlines() if "a request failed" in line]
+    assert "RequestError: " in line and "max_model_len" in line
     report = bench(tmp_path, "--grpc", "127.0.0.1:1", code=1)
     assert report["facts"]["failed: UNAVAILABLE"] == 6

@@ -18,6 +18,7 @@ from jaxserve.client import Client, ClientTls, ServerError
 from jaxserve.serving.grpc.server import serve
 from jaxserve.serving.protos.v1 import inference_pb2 as pb
 from jaxserve.serving.protos.v1 import inference_pb2_grpc
+from jaxserve.serving.protos.vllm import vllm_engine_pb2, vllm_engine_pb2_grpc
 from jaxserve.serving.tls import TlsFiles
 from tests.serving.certificates import Authority
 from tests.serving.grpc.harness import PATIENCE, running, wait_until
@@ -120,6 +121,10 @@ def test_bearer_tokens(loop, llm):
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
         health = health_pb2_grpc.HealthStub(channel)
         assert health.Check(health_pb2.HealthCheckRequest()).status == SERVING, "probes have no token"
+        engine = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        assert engine.HealthCheck(vllm_engine_pb2.HealthCheckRequest()).healthy
+        assert failure(lambda: [engine.GetLoads(vllm_engine_pb2.GetLoadsRequest())]).code() is (
+            grpc.StatusCode.UNAUTHENTICATED)
 
 
 def test_a_port_is_not_shared(server, loop):

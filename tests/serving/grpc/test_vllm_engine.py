@@ -109,7 +109,8 @@ def test_methods_that_are_not_served(engine):
                  lambda: [engine.StartProfile(common_pb2.StartProfileRequest())],
                  lambda: [engine.StopProfile(common_pb2.StopProfileRequest())],
                  lambda: engine.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())):
-        assert failure(call).code() is grpc.StatusCode.UNIMPLEMENTED
+        error = failure(call)
+        assert error.code() is grpc.StatusCode.UNIMPLEMENTED and "not served; " in error.details()
 
 
 def test_model_and_server_info(engine):
