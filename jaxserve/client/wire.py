@@ -99,7 +99,7 @@ def sampling_message(params: SamplingParams) -> pb.SamplingParams:
             getattr(message, field.name).update(value)
         elif isinstance(value, Sequence) and not isinstance(value, str):
             getattr(message, field.name).extend(value)
-        elif field.name == "seed":
+        elif field.name == "seed" and isinstance(value, int):
             message.seed = value - 2**64 if value >= 2**63 else value  # the same 64 bits, with a sign
         else:
             setattr(message, field.name, value)

@@ -14,7 +14,8 @@ from jaxserve.serving.http.answers import Json, to_json
 from jaxserve.serving.http.calls import CALLS
 from jaxserve.serving.http.errors import ApiError, api_error, invalid
 from jaxserve.serving.http.fields import parse_json
-from jaxserve.serving.service import RequestStream, Service, ServiceLimits
+from jaxserve.serving.request_stream import RequestStream
+from jaxserve.serving.service import Service, ServiceLimits
 
 # The engine's own queue is the bound: the requests of a file are not refused for being many.
 LIMITS = ServiceLimits(max_waiting_tokens=2**62)

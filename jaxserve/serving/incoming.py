@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxserve.serving.service import RequestStream
+    from jaxserve.serving.request_stream import RequestStream
 
 
 @dataclass(slots=True, kw_only=True)

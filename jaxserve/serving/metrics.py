@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from jaxserve.engine.core import StepStats
 from jaxserve.outputs import RequestOutput, StreamEvent
-from jaxserve.serving.service import RequestStream
+from jaxserve.serving.request_stream import RequestStream
 
 __all__ = ["CONTENT_TYPE", "ServingMetrics"]
 

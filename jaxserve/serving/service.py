@@ -1,9 +1,7 @@
 """The one engine as coroutines see it: what the HTTP and the gRPC face share.
 
 The engine's thread never waits for anything here. Its events go into an outbox that the event loop empties in
-one go, however many requests a step has served, and from there to a mailbox for each request. A mailbox holds
-at most one increment of each completion: what its reader has not fetched yet is merged. So a slow reader
-gets larger increments, and costs no more memory than the request's own output.
+one go, however many requests a step has served, and from there to each request's own mailbox.
 
 Text work (tokens, chat templates) runs in worker threads. Everything else belongs to the event loop in which
 `start` was called.
@@ -28,9 +26,10 @@ from jaxserve.engine.core import StepStats
 from jaxserve.engine.processor import ProcessedRequest, Prompt
 from jaxserve.errors import EngineClosedError, JaxserveError, QueueFullError, RequestError
 from jaxserve.llm import LLM, Messages
-from jaxserve.outputs import FinishReason, PositionLogprobs, RequestOutput, StreamEvent
+from jaxserve.outputs import RequestOutput, StreamEvent
 from jaxserve.sampling_params import SamplingParams, check_token_ids
-from jaxserve.serving.incoming import CURRENT, Incoming
+from jaxserve.serving.incoming import CURRENT
+from jaxserve.serving.request_stream import DeadlineExceededError, RequestStream, UnavailableError
 from jaxserve.text_length import num_chars
 from jaxserve.tokenizer import Tokenizer
 
@@ -52,16 +51,8 @@ class State(enum.Enum):
     FAILED = "failed"  # the engine has ended
 
 
-class UnavailableError(JaxserveError):
-    """The service takes no requests: it is starting, draining or has failed."""
-
-
 class DuplicateRequestError(RequestError):
     """A request of this id is running."""
-
-
-class DeadlineExceededError(JaxserveError):
-    """The request's deadline came before its end; it has been aborted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,162 +85,6 @@ class Observer(Protocol):
 
     def finished(self, stream: RequestStream, output: RequestOutput, at: float) -> None:
         """A request has ended; if it was aborted, `stream.abort_cause` says by whom."""
-
-
-class RequestStream:
-    """A running request: an asynchronous iterator over its StreamEvents, for one reader.
-
-    The last event carries the whole output. Iterating raises the request's error if it fails,
-    DeadlineExceededError, and UnavailableError if the service stops before the end. Use it as a context
-    manager: leaving aborts what has not ended. So does cancelling the task that waits for an event.
-
-    Attributes:
-        request_id: the engine's id of it.
-        operation: "chat" or "text_completion".
-        params: as the client gave them.
-        incoming: the call that it is a part of; None without a face.
-        processed: the checked request.
-        arrival, first_event: time.perf_counter() of these moments; None until it was.
-        last_events: the same of each completion's latest tokens.
-        num_tokens: made so far, in all completions.
-        output: at the end, also of one that was aborted.
-        abort_cause: "client", "abort", "deadline" or "drain" once aborted.
-    """
-
-    def __init__(self, service: Service, request_id: str, operation: str, params: SamplingParams):
-        self.request_id = request_id
-        self.operation = operation
-        self.params = params
-        self.incoming: Incoming | None = CURRENT.get()
-        self.processed: ProcessedRequest
-        self.num_tokens = 0
-        self.output: RequestOutput | None = None
-        self.arrival = time.perf_counter()
-        self.first_event: float | None = None
-        self.last_events: dict[int, float] = {}
-        self.abort_cause: str | None = None
-        self._service = service
-        self._mailbox: dict[int, _Increment] = {}
-        self._prompt_logprobs: list[PositionLogprobs | None] | None = None  # until the first event is read
-        self._wake = asyncio.Event()
-        self._admitted = False
-        self._let_go = False  # by the engine: there is nothing more to come
-        self._read = False  # to the end, by the reader
-        self._deadline: asyncio.TimerHandle | None = None
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        return self.processed.prompt_token_ids
-
-    def prompt_text(self) -> str:
-        """The prompt, special tokens included."""
-        tokenizer = self._service.tokenizer
-        return str(self.prompt_token_ids) if tokenizer is None else tokenizer.decode(self.prompt_token_ids, False)
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> StreamEvent:
-        if self._read:
-            raise StopAsyncIteration
-        while not self._mailbox:
-            if self.abort_cause == "deadline":
-                self._read = True
-                raise DeadlineExceededError("the deadline came before the end of the request")
-            await self._woken()
-        index = next(iter(self._mailbox))
-        event = self._mailbox.pop(index).event(index, self._prompt_logprobs)
-        self._prompt_logprobs = None
-        if event.output is not None:
-            self._read = True
-            if event.output.error is not None:
-                raise event.output.error
-            if self.abort_cause == "deadline":
-                raise DeadlineExceededError("the deadline came before the end of the request")
-            if self.abort_cause == "drain":
-                raise UnavailableError("the server shut down before the end of the request")
-        return event
-
-    async def aclose(self) -> None:
-        """Aborts the request unless it has ended. It gives nothing more."""
-        self._close()
-
-    async def __aenter__(self) -> RequestStream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        self._read = True
-        self._mailbox.clear()
-        self._abort("client")
-
-    def _abort(self, cause: str) -> None:
-        if not self._let_go and self.abort_cause is None:
-            self.abort_cause = cause
-            self._service._llm.abort(self.request_id)
-
-    async def _woken(self) -> None:
-        self._wake.clear()
-        try:
-            await self._wake.wait()
-        except asyncio.CancelledError:
-            self._close()
-            raise
-
-    async def _admission(self) -> None:
-        """Waits until the engine has taken the request. Raises its reason if it has not."""
-        while not self._admitted and not self._let_go:
-            await self._woken()
-        for increment in self._mailbox.values():
-            if increment.output is not None and increment.output.error is not None and self.first_event is None:
-                self._read = True
-                raise increment.output.error
-
-    def _expire(self) -> None:
-        self._abort("deadline")
-        self._wake.set()
-
-    def _put(self, event: StreamEvent, at: float) -> None:
-        if event.token_ids:
-            self.first_event = self.first_event or at
-            self.last_events[event.index] = at
-            self.num_tokens += len(event.token_ids)
-        if event.output is not None:
-            self.output = event.output
-            self._let_go = True
-            if self._deadline is not None:
-                self._deadline.cancel()
-        if not self._read:
-            self._prompt_logprobs = self._prompt_logprobs or event.prompt_logprobs
-            increment = self._mailbox.pop(event.index, None) or _Increment()
-            increment.add(event)
-            self._mailbox[event.index] = increment  # at the end: the event with the output has to be the last
-            self._wake.set()
-
-
-class _Increment:
-    """Events of one completion, merged."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[PositionLogprobs] | None = None
-        self._finish_reason: FinishReason | None = None
-        self._stop_reason: int | str | None = None
-        self.output: RequestOutput | None = None
-
-    def add(self, event: StreamEvent) -> None:
-        self._texts.append(event.text)
-        self._token_ids += event.token_ids
-        if event.logprobs is not None:
-            self._logprobs = (self._logprobs or []) + event.logprobs
-        self._finish_reason, self._stop_reason, self.output = event.finish_reason, event.stop_reason, event.output
-
-    def event(self, index: int, prompt_logprobs: list[PositionLogprobs | None] | None) -> StreamEvent:
-        return StreamEvent(index, "".join(self._texts), self._token_ids, self._logprobs, self._finish_reason,
-                           self._stop_reason, self.output, prompt_logprobs)
 
 
 class Rate:
@@ -345,7 +180,7 @@ class Service:
             return True
         logger.warning("aborting %d requests that have not ended within %g s", len(self._streams), grace)
         for stream in list(self._streams.values()):
-            stream._abort("drain")
+            stream.abort("drain")
         if self._state is not State.FAILED:
             await self._idle.wait()
         return False
@@ -415,8 +250,12 @@ class Service:
         stream = self._streams.get(request_id)
         if stream is None:
             return False
-        stream._abort("abort")
+        stream.abort("abort")
         return True
+
+    def end_request(self, request_id: str) -> None:
+        """Tells the engine to end a request within a step."""
+        self._llm.abort(request_id)
 
     async def _start(self, process: Callable[[], ProcessedRequest], size: int, operation: str,
                      params: SamplingParams, request_id: str | None, deadline: float | None) -> RequestStream:
@@ -434,10 +273,10 @@ class Service:
                 self._check_state()  # it may have changed meanwhile
                 self._submit(stream, deadline)
             except BaseException:
-                stream._let_go = True
+                stream.let_go = True
                 self._waiting.pop(request_id, None)
                 raise
-            await stream._admission()
+            await stream.admission()
         except TimeoutError:
             self._rejected(stream, "deadline")
             raise DeadlineExceededError("the deadline came before the request began") from None
@@ -490,7 +329,7 @@ class Service:
             raise
         if deadline is not None:
             left = max(stream.arrival + deadline - time.perf_counter(), 0)
-            stream._deadline = self._loop.call_later(left, stream._expire)
+            stream.deadline = self._loop.call_later(left, stream.expire)
 
     def _forget(self, stream: RequestStream) -> None:
         self._waiting.pop(stream.request_id, None)
@@ -512,15 +351,14 @@ class Service:
         while self._outbox:
             stream, event, at = self._outbox.popleft()
             if event is None:
-                stream._admitted = True
-                stream._wake.set()
+                stream.admit()
                 continue
             if event.token_ids:
                 self._waiting.pop(stream.request_id, None)
                 self._rate.add(len(event.token_ids), at)
                 for observer in self._observers:
                     observer.increment(stream, event, at)
-            stream._put(event, at)
+            stream.put(event, at)
             if event.output is not None:
                 self._forget(stream)
                 refused = isinstance(event.output.error, RequestError | QueueFullError)  # `_start` counts it

@@ -12,7 +12,7 @@ from typing import Any
 from jaxserve.engine.core import StepStats
 from jaxserve.errors import ConfigError, how_to_install
 from jaxserve.outputs import RequestOutput, StreamEvent
-from jaxserve.serving.service import RequestStream
+from jaxserve.serving.request_stream import RequestStream
 
 CLOSE_MILLISECONDS = 5000  # a collector that is away does not hold up the end of the process for longer
 _ABORT_ERRORS = {"client": "cancelled", "abort": "cancelled", "deadline": "timeout", "drain": "unavailable"}

@@ -11,15 +11,8 @@ import pytest
 
 from jaxserve import EngineClosedError, QueueFullError, RequestError, SamplingParams
 from jaxserve.engine.processor import CHEAP_CHARS
-from jaxserve.serving.service import (
-    DeadlineExceededError,
-    DuplicateRequestError,
-    Rate,
-    Service,
-    ServiceLimits,
-    State,
-    UnavailableError,
-)
+from jaxserve.serving.request_stream import DeadlineExceededError, UnavailableError
+from jaxserve.serving.service import DuplicateRequestError, Rate, Service, ServiceLimits, State
 from jaxserve.tokenizer import Tokenizer
 
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)

@@ -17,7 +17,8 @@ from grpc_status import rpc_status
 from jaxserve.errors import EngineClosedError, JaxserveError, QueueFullError, RequestError
 from jaxserve.serving.incoming import CURRENT
 from jaxserve.serving.logs import AccessLog
-from jaxserve.serving.service import DeadlineExceededError, DuplicateRequestError, UnavailableError
+from jaxserve.serving.request_stream import DeadlineExceededError, UnavailableError
+from jaxserve.serving.service import DuplicateRequestError
 
 logger = logging.getLogger(__name__)
 

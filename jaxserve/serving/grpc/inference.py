@@ -16,7 +16,8 @@ from jaxserve.serving.grpc.calls import Calls, check_request_id
 from jaxserve.serving.logs import AccessLog
 from jaxserve.serving.protos.v1 import inference_pb2 as pb
 from jaxserve.serving.protos.v1 import inference_pb2_grpc
-from jaxserve.serving.service import RequestStream, Service
+from jaxserve.serving.request_stream import RequestStream
+from jaxserve.serving.service import Service
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 

@@ -28,7 +28,8 @@ from jaxserve.serving.grpc.calls import Calls, UnimplementedError, check_request
 from jaxserve.serving.logs import AccessLog
 from jaxserve.serving.protos.vllm import common_pb2, vllm_engine_pb2_grpc
 from jaxserve.serving.protos.vllm import vllm_engine_pb2 as pb
-from jaxserve.serving.service import RequestStream, Service, State
+from jaxserve.serving.request_stream import RequestStream
+from jaxserve.serving.service import Service, State
 from jaxserve.tokenizer import Tokenizer
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name

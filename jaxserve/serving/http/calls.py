@@ -10,7 +10,8 @@ from jaxserve.serving.http.generation import Chat, Completions
 from jaxserve.serving.http.requests import chat_request, completion_request
 from jaxserve.serving.http.responses import Responses
 from jaxserve.serving.http.responses_request import responses_request
-from jaxserve.serving.service import RequestStream, Service
+from jaxserve.serving.request_stream import RequestStream
+from jaxserve.serving.service import Service
 
 
 class Call(Protocol):

@@ -9,7 +9,8 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from jaxserve.errors import EngineClosedError, QueueFullError, RequestError
-from jaxserve.serving.service import DeadlineExceededError, DuplicateRequestError, UnavailableError
+from jaxserve.serving.request_stream import DeadlineExceededError, UnavailableError
+from jaxserve.serving.service import DuplicateRequestError
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from jaxserve.serving.http.answers import CompletionLogprobs, Json, TokenNames
 from jaxserve.serving.http.errors import invalid
 from jaxserve.serving.http.requests import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, Output
 from jaxserve.serving.http.streams import events_of, guarded, outputs_of, sse, start_all
-from jaxserve.serving.service import RequestStream, Service
+from jaxserve.serving.request_stream import RequestStream
+from jaxserve.serving.service import Service
 
 
 class Completions:

@@ -14,7 +14,8 @@ from jaxserve.serving.http.answers import Json, TokenNames, to_json
 from jaxserve.serving.http.errors import api_error
 from jaxserve.serving.http.responses_request import ResponsesRequest
 from jaxserve.serving.http.streams import events_of, outputs_of
-from jaxserve.serving.service import RequestStream, Service
+from jaxserve.serving.request_stream import RequestStream
+from jaxserve.serving.service import Service
 
 
 class Responses:

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from jaxserve.outputs import RequestOutput, StreamEvent
 from jaxserve.serving.http.answers import to_json
 from jaxserve.serving.http.errors import api_error
-from jaxserve.serving.service import RequestStream
+from jaxserve.serving.request_stream import RequestStream
 
 T = TypeVar("T")
 
