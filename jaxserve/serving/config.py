@@ -33,15 +33,18 @@ class ServeConfig:
         grpc_port: of the gRPC server. 0 turns it off.
         served_model_name: what clients call the model. Default MODEL as given.
         api_key: a key that clients must send, as "Authorization: Bearer KEY", to everything but health
-            checks. Other users of the machine can read a command line: put keys into the config file.
+            checks and the chat page itself. Other users of the machine can read a command line: put keys into
+            the config file.
         ssl_certfile: certificate chain for TLS, with ssl_keyfile. A renewed file is read while the server runs.
         ssl_keyfile: key of the certificate, not encrypted.
         ssl_client_ca: certificates that clients' own certificates must be signed by; then everybody needs
             one, health checks too.
         cors_allow_origins: web origin whose pages may call the HTTP server; "*" is every one.
         chat_page: answer "/" with a page to chat with the model in a browser.
-        max_body_bytes: largest HTTP body that is read.
-        max_connections: most HTTP connections at a time; more are closed at once.
+        max_body_bytes: largest HTTP body that is read. Of bodies that are not small as many bytes as four of
+            these are held at a time; more are refused (HTTP 429).
+        max_connections: most HTTP connections at a time, those within a TLS handshake too; more are closed at
+            once.
         idle_seconds: an HTTP connection without a request is closed after so long. Longer than what load
             balancers keep idle connections for, which is often 60.
         grpc_max_message_bytes: largest gRPC message that is taken, and sent.

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from jaxserve import ConfigError, RequestError
 from jaxserve.cli.main import main
-from jaxserve.client import Client
+from jaxserve.client import Client, ServerError
 from jaxserve.serving.config import ServeConfig
 from jaxserve.serving.http.app import HttpOptions
 from jaxserve.serving.logs import AccessLog, JsonFormatter
@@ -89,6 +89,17 @@ def test_calls_of_grpc(make_llm, log):
     assert refused["status"] == "INVALID_ARGUMENT"
     assert (text["method"], text["status"]) == ("/jaxserve.v1.Inference/Tokenize", "OK")
     assert "private" not in str(log())
+
+
+def test_calls_of_grpc_without_a_token(make_llm, log):
+    loop = Loop()
+    with make_llm() as llm, running(loop, llm, access_log=AccessLog(), tokens=["hidden"]) as server, \
+            Client(server.target, token="wrong") as client, pytest.raises(ServerError):
+        client.tokenize("private")
+    loop.close()
+    line, = log()
+    assert (line["method"], line["status"]) == ("/jaxserve.v1.Inference/Tokenize", "UNAUTHENTICATED")
+    assert "127.0.0.1" in line["client"] and not {"wrong", "hidden"} & set(str(line).split())
 
 
 def test_keys_are_in_no_representation():

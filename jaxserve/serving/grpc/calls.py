@@ -67,20 +67,23 @@ class Calls:
             self._num_open -= 1
             if self._num_open == 0:
                 self._idle.set()
-            self._log(context, code, logging.DEBUG if polled else logging.INFO)
-
-    def _log(self, context: grpc.aio.ServicerContext, code: grpc.StatusCode, level: int) -> None:
-        call = CURRENT.get()
-        if self._access_log is None or call is None:
-            return
-        call.client = context.peer()
-        if call.streams:
-            call.request_id = call.streams[0].request_id
-        self._access_log.log(call, code.name, level=level)
+            log_call(self._access_log, context, code, logging.DEBUG if polled else logging.INFO)
 
     async def idle(self) -> None:
         """Waits until no call is open."""
         await self._idle.wait()
+
+
+def log_call(access_log: AccessLog | None, context: grpc.aio.ServicerContext, code: grpc.StatusCode,
+             level: int = logging.INFO) -> None:
+    """Writes the line of the call that this task answers."""
+    call = CURRENT.get()
+    if access_log is None or call is None:
+        return
+    call.client = context.peer()
+    if call.streams:
+        call.request_id = call.streams[0].request_id
+    access_log.log(call, code.name, level=level)
 
 
 def error_status(error: Exception, field: Callable[[str], str] = str) -> status_pb2.Status:

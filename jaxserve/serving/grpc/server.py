@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from jaxserve.errors import ConfigError
 from jaxserve.serving.grpc import inference, vllm_engine
+from jaxserve.serving.grpc.calls import log_call
 from jaxserve.serving.grpc.inference import InferenceServicer
 from jaxserve.serving.grpc.vllm_engine import VllmEngineServicer
 from jaxserve.serving.incoming import CURRENT, Incoming
@@ -118,7 +119,7 @@ async def serve(service: Service, host: str, port: int, *, tls: TlsFiles | None 
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     interceptors: list[grpc.aio.ServerInterceptor] = [_Incoming()]
     if tokens:
-        interceptors.append(_BearerTokens(tokens))
+        interceptors.append(_BearerTokens(tokens, access_log))
     servicers = InferenceServicer(service, access_log), VllmEngineServicer(service, access_log)
     health_servicer = health.HealthServicer()
     pool = _reflection_pool() if with_reflection else None
@@ -192,10 +193,11 @@ class _HealthStatus:
 class _BearerTokens(grpc.aio.ServerInterceptor):
     """Lets calls pass that carry one of the tokens."""
 
-    def __init__(self, tokens: Sequence[str]):
+    def __init__(self, tokens: Sequence[str], access_log: AccessLog | None):
         self._tokens = [token.encode() for token in tokens]
 
         async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
+            log_call(access_log, context, grpc.StatusCode.UNAUTHENTICATED)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the bearer token is missing or wrong; it is sent as "
                                 "metadata, authorization: Bearer TOKEN")
 
