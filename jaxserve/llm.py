@@ -112,7 +112,7 @@ class LLM:
                                     source.generation_config if engine_config.use_generation_config else {},
                                     engine_config.seed)
         self._texts = None if self.tokenizer is None else TokenTexts(self.tokenizer)
-        with memory_errors("making the KV pool and the sequences' state"):
+        with own_settings(), memory_errors("making the KV pool and the sequences' state"):
             runner.reset_state()
         if engine_config.compile_mode == "eager":
             runner.mark_warm()
