@@ -95,7 +95,8 @@ class RequestStream:
                 raise DeadlineExceededError("the deadline came before the end of the request")
             await self._woken()
         index = next(iter(self._mailbox))
-        event = self._mailbox.pop(index).event(index, self._prompt_logprobs)
+        increment = self._mailbox[index].made_before_failing() or self._mailbox.pop(index)
+        event = increment.event(index, self._prompt_logprobs)
         self._prompt_logprobs = None
         if event.output is not None:
             self._read = True
@@ -188,6 +189,15 @@ class _Increment:
         if event.logprobs is not None:
             self._logprobs = (self._logprobs or []) + event.logprobs
         self._finish_reason, self._stop_reason, self.output = event.finish_reason, event.stop_reason, event.output
+
+    def made_before_failing(self) -> _Increment | None:
+        """Of a request that failed, what was made before, if anything; then the failure is left."""
+        if self._finish_reason != "error" or not self._token_ids:
+            return None
+        made = _Increment()
+        made._texts, made._token_ids, made._logprobs = self._texts, self._token_ids, self._logprobs
+        self._texts, self._token_ids, self._logprobs = [], [], None
+        return made
 
     def event(self, index: int, prompt_logprobs: list[PositionLogprobs | None] | None) -> StreamEvent:
         return StreamEvent(index, "".join(self._texts), self._token_ids, self._logprobs, self._finish_reason,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve import EngineClosedError, QueueFullError, RequestError, SamplingParams
+from jaxserve import EngineClosedError, EngineError, QueueFullError, RequestError, SamplingParams
 from jaxserve.engine.processor import CHEAP_CHARS
 from jaxserve.serving.request_stream import DeadlineExceededError, UnavailableError
 from jaxserve.serving.service import DuplicateRequestError, Rate, Service, ServiceLimits, State
@@ -263,6 +263,28 @@ def test_an_engine_that_fails_ends_streams_with_its_error(make_llm, monkeypatch)
             service.close()
 
     asyncio.run(main())
+
+
+def test_what_was_made_before_a_fault_is_not_lost(llm, monkeypatch):
+    """Also if nobody has read it until then."""
+    launch = llm._runner.launch
+
+    def fails(plan):
+        if plan.decodes and plan.decodes[0].seq.num_output >= 4:
+            raise RuntimeError("the device is on fire")
+        return launch(plan)
+
+    async def test(service):
+        monkeypatch.setattr(llm._runner, "launch", fails)
+        async with await service.generate("Hello", SHORT) as stream:
+            assert await service.idle(300)
+            made = await anext(stream)
+            assert made.token_ids and made.text and made.finish_reason is None and made.output is None
+            with pytest.raises(EngineError):
+                await anext(stream)
+        monkeypatch.undo()
+
+    run(llm, test)
 
 
 def test_long_texts_hold_up_no_short_ones(llm):
