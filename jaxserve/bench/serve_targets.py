@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # What these say in /v1/models; both know the fields `ignore_eos` and `return_token_ids`.
 _KNOW_OUR_FIELDS = ("jaxserve", "vllm")
-_HINTS = dict.fromkeys((401, "UNAUTHENTICATED"), "; give --api-key")
+_HINTS: dict[int | str, str] = dict.fromkeys((401, "UNAUTHENTICATED"), "; give --api-key")
 _REASON_BYTES = 500
 
 logger = logging.getLogger(__name__)
