@@ -75,9 +75,11 @@ def paged_attention(q, k, v, pool, plan: Plan, *, layer, window, sinks, spec: At
     in_specs = (*specs(operands[:2], pl.BlockSpec(memory_space=pltpu.SMEM)), *specs(operands[2:5], in_hbm),
                 specs(sink_rows, pl.BlockSpec(memory_space=pltpu.VMEM)), specs(pool, in_hbm))
     num_inputs, num_outs, num_pool = (len(jax.tree.leaves(x)) for x in (operands, queries, pool))
+    # Left the choice, XLA brings a small array of the pool into VMEM before every call, and back after it.
+    pool_shape = jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), pool)
     out, pool = pl.pallas_call(
         kernel,
-        out_shape=(out_shape, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), pool)),
+        out_shape=(out_shape, pool_shape),
         in_specs=in_specs,
         out_specs=(specs(queries, in_hbm), specs(pool, in_hbm)),
         scratch_shapes=(write_scratch(spec), {name: attend_scratch(case, q.dtype, q.dtype, spec)
