@@ -13,7 +13,7 @@ from jaxserve.errors import ConfigError
 @click.argument("model")
 @click.argument("outdir", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
-              help="Precision of the weights in OUTDIR. Default: as they are stored in MODEL.")
+              help="Precision of the weights in OUTDIR. Default: as stored in MODEL; float32 for quantised ones.")
 def convert(model: str, outdir: Path, dtype: str | None) -> None:
     """Write MODEL, with its configuration and tokenizer, to OUTDIR as an Orbax checkpoint.
 
@@ -24,5 +24,5 @@ def convert(model: str, outdir: Path, dtype: str | None) -> None:
         raise ConfigError(f"{outdir} is not empty; give a directory that is new or empty")
     from jaxserve.weights.source import open_model
     source = open_model(model)
-    source.save(source.load(dtype or source.dtype), outdir)
+    source.save(source.load(dtype or source.dtype or "float32"), outdir)
     click.echo(f"wrote {source.description} to {outdir}", err=True)

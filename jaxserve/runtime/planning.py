@@ -52,6 +52,8 @@ def resolve_dtype(dtype: str, checkpoint_dtype: str | None, device: jax.Device) 
     if device.platform == "cpu":
         # bfloat16 is about 1.5 times as fast as float32; float16 has no fast path on CPUs.
         return "bfloat16" if checkpoint_dtype == "bfloat16" else "float32"
+    if device.platform == "tpu" and checkpoint_dtype == "float16":
+        return "bfloat16"  # TPUs multiply no float16, and the kernels for them have none
     return checkpoint_dtype if checkpoint_dtype in ("float16", "bfloat16", "float32") else "bfloat16"
 
 

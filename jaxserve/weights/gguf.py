@@ -64,14 +64,14 @@ class _Architecture:
 class GGUFModel:
     """A GGUF file read as a checkpoint; `metadata` also describes its tokenizer.
 
-    `dtype`: of the embedding, which is float32 when it is quantised.
+    `dtype`: of the embedding; None if it is quantised.
     """
 
     config: dict[str, Any]
     generation_config: dict[str, Any]
     tensors: dict[str, LazyTensor]
     metadata: dict[str, Any]
-    dtype: str
+    dtype: str | None
 
 
 def open_gguf(path: Path) -> GGUFModel:
@@ -98,7 +98,8 @@ def open_gguf(path: Path) -> GGUFModel:
         for gguf_name, tensor in file.tensors.items() if gguf_name not in _ROPE_TENSORS
     }
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
-    return GGUFModel(config, generation, tensors, file.metadata, str(tensors["model.embed_tokens.weight"].dtype))
+    dtype = _PLAIN.get(file.tensors["token_embd.weight"].type)
+    return GGUFModel(config, generation, tensors, file.metadata, None if dtype is None else str(dtype))
 
 
 def _hf_name(architecture: _Architecture, name: str) -> str:

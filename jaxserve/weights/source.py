@@ -43,8 +43,8 @@ class ModelSource:
         description: one line for the user.
         config: as in config.json.
         generation_config: as in generation_config.json; empty when there is none.
-        dtype: of the weights as stored ("float32", "bfloat16", ...), None if not known; what the engine's
-            `dtype="auto"` starts from.
+        dtype: of the weights as stored ("float32", "bfloat16", ...), None if not known or quantised; what the
+            engine's `dtype="auto"` starts from.
         tensors: the checkpoint's tensors; None for an Orbax checkpoint, which is restored as a whole, and for
             weights in memory.
     """

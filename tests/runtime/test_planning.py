@@ -59,6 +59,12 @@ def test_the_dtype_on_accelerators_is_the_checkpoint_s(checkpoint, on_gpu):
     assert resolve_dtype("auto", checkpoint, GPU) == on_gpu
 
 
+def test_float16_has_no_kernels_on_tpus():
+    tpu = types.SimpleNamespace(platform="tpu")
+    assert resolve_dtype("auto", "float16", tpu) == "bfloat16"
+    assert resolve_dtype("auto", "float32", tpu) == "float32"
+
+
 def test_the_dtype_on_cpus_is_the_one_with_fast_paths():
     for checkpoint in ("float32", "float16", "float64", None):
         assert resolve_dtype("auto", checkpoint, CPU) == "float32"

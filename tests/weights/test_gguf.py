@@ -49,7 +49,7 @@ def test_matrices_of_each_type_equal_their_dequantised_values(qtype, tmp_path):
             # Quantisation is by row, so what was done to whole rows (the order of q and k) does not matter to it.
             tensor = gguf.quants.dequantize(gguf.quants.quantize(tensor, qtype), qtype)
         np.testing.assert_array_equal(read.astype(np.float32), tensor)
-    assert model.dtype == {Q.F16: "float16", Q.BF16: "bfloat16"}.get(qtype, "float32")
+    assert model.dtype == {Q.F32: "float32", Q.F16: "float16", Q.BF16: "bfloat16"}.get(qtype)
 
 
 # The formats of the K-quants as ggml describes them (block_q4_K and so on), value by value.
