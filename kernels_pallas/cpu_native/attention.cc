@@ -363,7 +363,9 @@ void Run(ffi::ThreadPool& pool, const Call& call, P* pool_k, P* pool_v) {
   ParallelFor(pool, items.size(), [&](int64_t i) {
     Attend(call, items[i], pool_k, pool_v, partial.data());
   });
-  for (const Join& join : joins) Combine(call, join.row, join.kv_head, join.part, join.spans, partial.data());
+  ParallelFor(pool, joins.size(), [&](int64_t i) {
+    Combine(call, joins[i].row, joins[i].kv_head, joins[i].part, joins[i].spans, partial.data());
+  });
 }
 
 // q [T, H, D]; k, v [T, K, D] and pool_k [pages, K, D, N], pool_v [pages, K, N, D] of `pool_type`: 0 float32, 1 bfloat16,
@@ -420,9 +422,6 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer
   call.v_scales = v_scales.typed_data();
   call.pool_k_scales = new_k_scales->typed_data();
   call.pool_v_scales = new_v_scales->typed_data();
-  if (!kHasFloat16 && (call.type == Type::kFloat16 || pool_type == 2)) {
-    return ffi::Error(ffi::ErrorCode::kUnimplemented, "paged attention: this compiler has no float16");
-  }
   auto run = [&](auto storage) {
     using P = decltype(storage);
     Run(pool, call, static_cast<P*>(new_k->untyped_data()), static_cast<P*>(new_v->untyped_data()));

@@ -136,7 +136,7 @@ def targets() -> dict[str, str]:
     """
     loaded = _load()
     if isinstance(loaded, Unavailable):
-        raise loaded
+        raise Unavailable(*loaded.args)  # not the kept one, to which each raise adds frames
     return loaded.targets
 
 

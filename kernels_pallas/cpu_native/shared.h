@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <new>
 #include <thread>
@@ -73,10 +74,14 @@ inline IVec Widen(const int8_t* p) {
   return __builtin_convertvector(*reinterpret_cast<const SignedBytesAt*>(p), IVec);
 }
 inline UVec Widen(const uint8_t* p) { return __builtin_convertvector(*reinterpret_cast<const BytesAt*>(p), UVec); }
-#if defined(__FLT16_MAX__)
-typedef _Float16 HalfFloatsAt __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
-inline Vec WidenHalves(const void* p) { return __builtin_convertvector(*static_cast<const HalfFloatsAt*>(p), Vec); }
-#endif
+inline Vec WidenHalves(const void* p) {
+  UVec bits = __builtin_convertvector(*static_cast<const HalvesAt*>(p), UVec);
+  UVec size = bits & 0x7fff;
+  Vec normal = (Vec)((size << 13) + (112u << 23)), endless = (Vec)((size << 13) + (224u << 23));
+  Vec small = __builtin_convertvector((IVec)size, Vec) * (1.0f / (1 << 24));
+  Vec value = (IVec)size < 0x400 ? small : (IVec)size < 0x7c00 ? normal : endless;
+  return (Vec)((UVec)value | (bits & 0x8000) << 16);
+}
 #endif
 
 inline Vec Load(const Int8* p) { return __builtin_convertvector(Widen(&p->bits), Vec); }
@@ -91,17 +96,7 @@ inline Vec Load(const Float8* p) {
   return (Vec)((UVec)value | (bits & 0x80) << 24);
 }
 
-#if defined(__FLT16_MAX__)
 inline Vec Load(const Float16* p) { return WidenHalves(p); }
-inline float ToFloat(Float16 x) { _Float16 value; std::memcpy(&value, &x, 2); return static_cast<float>(value); }
-inline void FromFloat(float x, Float16* to) { _Float16 value = static_cast<_Float16>(x); std::memcpy(to, &value, 2); }
-constexpr bool kHasFloat16 = true;
-#else
-inline Vec Load(const Float16*) { return Vec{}; }
-inline float ToFloat(Float16) { return 0; }
-inline void FromFloat(float, Float16*) {}
-constexpr bool kHasFloat16 = false;
-#endif
 
 inline void Store(float* p, Vec x) { *reinterpret_cast<VecAt*>(p) = x; }
 
@@ -111,6 +106,13 @@ inline float ToFloat(BFloat16 x) {
   float value;
   std::memcpy(&value, &wide, 4);
   return value;
+}
+
+inline float ToFloat(Float16 x) {
+  const int exponent = x.bits >> 10 & 31, mantissa = x.bits & 1023;
+  float size = exponent ? std::ldexp(1.0f + mantissa / 1024.0f, exponent - 15) : std::ldexp(float(mantissa), -24);
+  if (exponent == 31) size = mantissa ? std::numeric_limits<float>::quiet_NaN() : std::numeric_limits<float>::infinity();
+  return x.bits & 0x8000 ? -size : size;
 }
 
 inline float ToFloat(Int8 x) { return x.bits; }
@@ -129,6 +131,24 @@ inline void FromFloat(float x, BFloat16* to) {
   } else {
     to->bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);  // to nearest, ties to even
   }
+}
+
+// To nearest, ties to even.
+inline void FromFloat(float x, Float16* to) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t sign = bits >> 16 & 0x8000;
+  uint32_t size = bits & 0x7fffffff;
+  if (x != x) {
+    size = 0x7e00;
+  } else if (size >= 0x47800000 - 0x1000) {  // half a step below 2^16
+    size = 0x7c00;
+  } else if (size >= 113u << 23) {
+    size = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+  } else {  // below 2^-14 multiples of 2^-24
+    size = static_cast<uint32_t>(std::nearbyint(std::fabs(x) * float(1 << 24)));
+  }
+  to->bits = static_cast<uint16_t>(sign | size);
 }
 
 // c[R, C vectors] = c * keep[R] + a[R, depth] b[depth, C vectors]; keep null: c starts at 0. The sum over depth
@@ -230,7 +250,10 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t n, const Fn& fn) {
   shared->n = n;
   shared->fn = &fn;
   int64_t helpers = std::min<int64_t>(n, pool.num_threads()) - 1;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([shared] { shared->Work(); });
+  try {
+    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([shared] { shared->Work(); });
+  } catch (const std::bad_alloc&) {  // fewer helpers do too; those that began use what lives here
+  }
   shared->Work();
   for (int spins = 0; shared->done.load(std::memory_order_acquire) < n; ++spins) {
     if (spins > 1000) std::this_thread::yield();

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
+import platform
 import re
+import subprocess
 import types
 from pathlib import Path
 
@@ -32,6 +35,48 @@ def unloaded():
     build._load.cache_clear()
     yield
     build._load.cache_clear()
+
+
+# -- numbers as they are stored
+
+FLOAT16 = """
+#include "shared.h"
+extern "C" void widen(const void* halves, float* vectors, float* singles, int64_t count) {
+  auto from = static_cast<const Float16*>(halves);
+  for (int64_t i = 0; i < count; i += kLanes) Store(vectors + i, Load(from + i));
+  for (int64_t i = 0; i < count; ++i) singles[i] = ToFloat(from[i]);
+}
+extern "C" void narrow(const float* from, void* halves, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) FromFloat(from[i], static_cast<Float16*>(halves) + i);
+}
+"""
+
+
+@pytest.mark.parametrize("without", [(), ("-mno-avx512f", "-mno-f16c")], ids=["native", "portable"])
+def test_float16_with_and_without_instructions_for_it(without, tmp_path):
+    if without and platform.machine() != "x86_64":
+        pytest.skip("the instructions are x86's")
+    source, library = tmp_path / "float16.cc", tmp_path / "float16.so"
+    source.write_text(FLOAT16)
+    subprocess.run([*build._compilers()[0][0], *build.FLAGS, *without, "-shared", f"-I{build.HERE}",
+                    f"-I{jax.ffi.include_dir()}", str(source), "-o", str(library)], check=True)
+    functions = ctypes.CDLL(str(library))
+    halves = np.arange(2**16, dtype=np.uint16)
+    numbers = halves.view(np.float16).astype(np.float32)
+    vectors, singles = np.empty((2, 2**16), np.float32)
+    functions.widen(*(ctypes.c_void_p(x.ctypes.data) for x in (halves, vectors, singles)), ctypes.c_int64(2**16))
+    np.testing.assert_array_equal(vectors, numbers)
+    np.testing.assert_array_equal(singles, numbers)
+    # Every half, what lies half way to the next, and a little beside that.
+    finite = numbers[np.isfinite(numbers)]
+    middles = np.unique(np.append(finite, 65536))
+    middles = (middles[1:] + middles[:-1]) / 2
+    exact = np.concatenate([finite, middles, np.nextafter(middles, np.inf), np.nextafter(middles, -np.inf),
+                            np.float32([70000, -np.inf, np.inf, np.nan, 1e-30])]).astype(np.float32)
+    rounded = np.empty(exact.size, np.uint16)
+    functions.narrow(*(ctypes.c_void_p(x.ctypes.data) for x in (exact, rounded)), ctypes.c_int64(exact.size))
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(rounded.view(np.float16), exact.astype(np.float16))
 
 
 # -- attention: a decode row's context is cut into spans of 512 tokens
