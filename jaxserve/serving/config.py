@@ -35,7 +35,7 @@ class ServeConfig:
         api_key: a key that clients must send, as "Authorization: Bearer KEY", to everything but health
             checks and the chat page itself. Other users of the machine can read a command line: put keys into
             the config file.
-        ssl_certfile: certificate chain for TLS, with ssl_keyfile. A renewed file is read while the server runs.
+        ssl_certfile: certificate chain for TLS, with ssl_keyfile. Renewed files are read while the server runs.
         ssl_keyfile: key of the certificate, not encrypted.
         ssl_client_ca: certificates that clients' own certificates must be signed by; then everybody needs
             one, health checks too.

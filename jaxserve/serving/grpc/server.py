@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -55,27 +56,31 @@ class GrpcServer:
         self._servicers = servicers
         self._health_status = health_status
         self._tls = tls
+        self._stamp = None if tls is None else tls.stamp()
         self._server, self.port = make()
-        self._replaced: set[asyncio.Future[None]] = set()
+        self._replaced: dict[grpc.aio.Server, asyncio.Future[None]] = {}  # until their calls have ended
         self._renewing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         await self._server.start()
-        if self._tls is not None:
-            self._renewing = asyncio.ensure_future(when_renewed(self._tls, self._replace))
+        if self._tls is not None and self._stamp is not None:
+            self._renewing = asyncio.ensure_future(when_renewed(self._tls, self._stamp, self._replace))
 
-    async def _replace(self) -> None:
+    async def _replace(self, _: ssl.SSLContext) -> None:
         """Another server takes over the port, with the certificate as it is now; the calls of the old one go on.
 
         grpc's own way, dynamic_ssl_server_credentials, frees the old certificate under handshakes that still use it
         (grpc issue 36693), which ends the process.
         """
-        old = self._server
-        self._server, _ = self._make()
-        await self._server.start()
-        stopping = asyncio.ensure_future(old.stop(REPLACED_SECONDS))
-        self._replaced.add(stopping)
-        stopping.add_done_callback(self._replaced.discard)
+        new, _ = self._make()
+        try:
+            await new.start()
+        except BaseException:
+            await new.stop(0)
+            raise
+        old, self._server = self._server, new
+        self._replaced[old] = stopping = asyncio.ensure_future(old.stop(REPLACED_SECONDS))
+        stopping.add_done_callback(lambda _: self._replaced.pop(old))
 
     async def stop(self, grace: float = 0.0) -> None:
         """Takes no more calls. Those that run may end within `grace` seconds; then they are cancelled.
@@ -84,12 +89,14 @@ class GrpcServer:
         """
         if self._renewing is not None:
             self._renewing.cancel()
+            await asyncio.wait([self._renewing])
         await self._health_status.close()
-        stopped = asyncio.ensure_future(self._server.stop(grace))
+        servers = self._server, *self._replaced
+        stopped = asyncio.gather(*(server.stop(grace) for server in servers))
         idle = asyncio.gather(*(servicer.calls.idle() for servicer in self._servicers))
         await asyncio.wait({stopped, idle}, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
-        await self._server.stop(0)
+        await asyncio.gather(*(server.stop(0) for server in servers))
         await stopped
 
 
@@ -201,7 +208,9 @@ class _BearerTokens(grpc.aio.ServerInterceptor):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the bearer token is missing or wrong; it is sent as "
                                 "metadata, authorization: Bearer TOKEN")
 
-        self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
+        # Whatever the method's own form: a stream's messages are only taken when they are asked for, so nobody without
+        # a token sends megabytes.
+        self._refuse = grpc.stream_stream_rpc_method_handler(refuse)
 
     async def intercept_service(self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
                                 details: grpc.HandlerCallDetails) -> Any:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jaxserve.serving.http.answers import to_json
 from jaxserve.serving.http.errors import ApiError
 from jaxserve.serving.listening import BoundedListener
-from jaxserve.serving.tls import TlsFiles, when_renewed
+from jaxserve.serving.tls import CurrentContext, TlsFiles, when_renewed
 
 IDLE_SECONDS = 75.0
 MAX_CONNECTIONS = 4096
@@ -40,7 +41,11 @@ class HttpServer:
                  idle_seconds: float = IDLE_SECONDS, max_connections: int = MAX_CONNECTIONS):
         protocol: Any = functools.partial(_Protocol, idle_seconds=idle_seconds)
         self._tls = tls
-        self._context = context = None if tls is None else tls.context()
+        context = None
+        if tls is not None:
+            self._stamp = tls.stamp()
+            self._context = context = CurrentContext(ssl.PROTOCOL_TLS_SERVER)
+            context.current = tls.context()
         config = uvicorn.Config(
             app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
             timeout_graceful_shutdown=5,
@@ -61,12 +66,11 @@ class HttpServer:
         self._server.should_exit = True
 
     async def _renewing(self) -> None:
-        tls, context = self._tls, self._context
-        if tls is not None and context is not None:
-            async def use() -> None:
-                tls.load_into(context)
+        async def use(context: ssl.SSLContext) -> None:
+            self._context.current = context
 
-            await when_renewed(tls, use)
+        if self._tls is not None:
+            await when_renewed(self._tls, self._stamp, use)
 
 
 class _Server(uvicorn.Server):

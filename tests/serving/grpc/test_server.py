@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import threading
 
 import grpc
 import pytest
@@ -127,6 +129,18 @@ def test_bearer_tokens(loop, llm):
             grpc.StatusCode.UNAUTHENTICATED)
 
 
+def test_who_has_no_token_sends_no_message(loop, llm):
+    """They are refused before it is taken: none comes here."""
+    never = threading.Event()
+    with running(loop, llm, tokens=["first"]) as server, grpc.insecure_channel(server.target) as channel:
+        call = channel.stream_unary("/jaxserve.v1.Inference/Tokenize")
+        try:
+            error = failure(lambda: [call(iter(never.wait, True), timeout=PATIENCE)])
+        finally:
+            never.set()
+    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
 def test_a_port_is_not_shared(server, loop):
     with pytest.raises(ConfigError, match="cannot listen"):
         loop.run(serve(server.service, "127.0.0.1", server.server.port))
@@ -184,6 +198,71 @@ def test_tls_and_its_renewal(loop, llm, tmp_path, monkeypatch):
             wait_until(lambda: not refused(server.target, ClientTls(ca=new.certificate)))
             assert sum(len(event.token_ids) for event in events) > 400, "what runs may end"
         assert refused(server.target, ClientTls(ca=old.certificate))
+
+
+def test_a_server_that_has_been_replaced_stops_too(loop, llm, tmp_path):
+    """Also if its certificate is being replaced just then, or could not be."""
+    authority = Authority(tmp_path / "known")
+    certificate, key = authority.sign("server")
+    files, tls = TlsFiles(certificate=certificate, key=key), ClientTls(ca=authority.certificate)
+    with running(loop, llm, tls=files) as server:
+        grpc_server, make = server.server, server.server._make
+
+        def make_broken() -> tuple[grpc.aio.Server, int]:
+            new, port = make()
+            really_start = new.start
+
+            async def start() -> None:
+                await really_start()
+                raise RuntimeError("it does not start")
+
+            new.start = start
+            return new, port
+
+        grpc_server._make = make_broken
+        with pytest.raises(RuntimeError, match="does not start"):
+            server.run(grpc_server._replace(files.context()))
+        grpc_server._make = make
+        ask(server.target, tls)
+        with Client(server.target, tls=tls, timeout=PATIENCE) as client:
+            events = client.stream("a", max_tokens=500, ignore_eos=True)
+            next(events)
+            server.run(grpc_server._replace(files.context()))
+            server.run(grpc_server.stop())
+            with pytest.raises(ServerError):
+                list(events)
+        server.assert_idle()
+
+
+def test_stopping_in_the_middle_of_a_renewal(loop, llm, tmp_path, monkeypatch):
+    monkeypatch.setattr(jaxserve.serving.tls, "RENEWAL_SECONDS", 0.01)
+    authority = Authority(tmp_path / "known")
+    certificate, key = authority.sign("server")
+    made: list[grpc.aio.Server] = []
+    with running(loop, llm, tls=TlsFiles(certificate=certificate, key=key)) as server:
+        grpc_server, make, starting = server.server, server.server._make, threading.Event()
+
+        def make_slow() -> tuple[grpc.aio.Server, int]:
+            new, port = make()
+            start = new.start
+
+            async def start_slowly() -> None:
+                await start()
+                starting.set()
+                await asyncio.Event().wait()
+
+            new.start = start_slowly
+            made.append(new)
+            return new, port
+
+        grpc_server._make = make_slow
+        for target, source in zip((certificate, key), authority.sign("renewed")):
+            source.replace(target)
+        assert starting.wait(PATIENCE)
+        server.run(grpc_server.stop())
+        assert refused(server.target, ClientTls(ca=authority.certificate))
+        new, = made
+        server.run(new.wait_for_termination())
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import ssl
@@ -14,7 +15,7 @@ from cryptography.hazmat.primitives import serialization
 import jaxserve.serving.tls
 from jaxserve import ConfigError
 from jaxserve.serving.config import ServeConfig
-from jaxserve.serving.tls import TlsFiles
+from jaxserve.serving.tls import TlsFiles, when_renewed
 from tests.serving.certificates import Authority
 from tests.serving.http.conftest import TIMEOUT, Server, serving
 
@@ -68,6 +69,75 @@ def test_clients_need_a_certificate(server, tmp_path):
         for own in (None, stranger.sign("client")):
             with pytest.raises(httpx.TransportError):  # TLS 1.3: the refusal comes when the client reads
                 ready(secure, trusting(known, own))
+
+
+def test_another_authority_of_clients(server, tmp_path, monkeypatch):
+    """Neither those of the old one are welcome any more, nor what they have kept of an earlier connection."""
+    monkeypatch.setattr(jaxserve.serving.tls, "RENEWAL_SECONDS", 0.01)
+    old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
+    certificate, key = old.sign("server")
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(old.certificate.read_bytes())
+
+    def session(context: ssl.SSLContext, earlier: ssl.SSLSession | None = None) -> ssl.SSLSession | None:
+        with (socket.create_connection(("127.0.0.1", secure.port), TIMEOUT) as plain,
+              context.wrap_socket(plain, server_hostname="127.0.0.1", session=earlier) as connection):
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            if not connection.recv(9).startswith(b"HTTP/1.1"):
+                raise ConnectionResetError
+            assert earlier is None or connection.session_reused
+            return connection.session
+
+    with serving(server.llm, tls=TlsFiles(certificate=certificate, key=key, client_ca=trusted)) as secure:
+        with_old, with_new = trusting(old, old.sign("client")), trusting(old, new.sign("client"))
+        kept = session(with_old)
+        session(with_old, kept)
+        with pytest.raises(OSError):
+            session(with_new)
+        new.certificate.replace(trusted)
+        while True:
+            with contextlib.suppress(OSError):
+                session(with_new)
+                break
+        for earlier in (None, kept):
+            with pytest.raises(OSError):
+                session(with_old, earlier)
+
+
+def test_a_renewal_that_fails_is_tried_again(tmp_path, monkeypatch, caplog):
+    """Whatever the fault; it is said once of each state of the files."""
+    monkeypatch.setattr(jaxserve.serving.tls, "RENEWAL_SECONDS", 0)
+    authority = Authority(tmp_path / "ca")
+    certificate, key = authority.sign("server")
+    files = TlsFiles(certificate=certificate, key=key)
+
+    async def main() -> None:
+        known, used, tries = files.stamp(), asyncio.Event(), 0
+        files.certificate.rename(tmp_path / "away")
+
+        async def use(_: ssl.SSLContext) -> None:
+            nonlocal tries
+            tries += 1
+            if tries <= 3:
+                raise RuntimeError("not now")
+            used.set()
+
+        async def said(text: str) -> None:
+            while text not in caplog.text:
+                await asyncio.sleep(0)
+
+        renewing = asyncio.ensure_future(when_renewed(files, known, use))
+        await said("No such file")
+        for target, source in zip((certificate, key), authority.sign("renewed")):
+            source.replace(target)
+        await used.wait()
+        await said("has been renewed")
+        renewing.cancel()
+        assert tries == 4
+
+    with caplog.at_level("INFO", "jaxserve"):
+        asyncio.run(main())
+    assert caplog.text.count("not used yet: not now") == 1
 
 
 def test_connections_within_their_handshake_count(server, tmp_path):
