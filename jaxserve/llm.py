@@ -87,6 +87,7 @@ class LLM:
         plan = plan_engine(source.spec, self._dtype, engine_config, source.valid_vocab, device,
                            weights_loaded=on_device)
         self.config: ResolvedConfig = plan.config
+        self.kv_cache_dtype = engine_config.kv_cache_dtype
         executables = Executables(plan.lower, engine_config.compilation_cache_dir)
         if device.platform == "cpu" and plan.logits_bytes > LOGITS_WORTH_KEEPING:
             keep_large_blocks()
@@ -211,14 +212,14 @@ class LLM:
 
     def astream(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                 **sampling: Any) -> AsyncGenerator[StreamEvent, None]:
-        """As `stream`, for coroutines; the request starts when the first event is awaited. Cancelling or closing
-        the iterator aborts it."""
-        return offline.astream(self, self._process(prompt, sampling_params, sampling))
+        """As `stream`, for coroutines: the request is checked, in another thread, and starts when the first event is
+        awaited, which raises what `stream` does. Cancelling or closing the iterator aborts it."""
+        return offline.astream(self, functools.partial(self._process, prompt, sampling_params, sampling))
 
     def astream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None,
                      **options: Any) -> AsyncGenerator[StreamEvent, None]:
         """As `astream`, for one conversation; options as for `chat`."""
-        return offline.astream(self, self._process_chat(messages, sampling_params, options))
+        return offline.astream(self, functools.partial(self._process_chat, messages, sampling_params, options))
 
     # -- for servers: a request in steps, for callers that must not wait
 
@@ -233,8 +234,8 @@ class LLM:
     def submit(self, processed: ProcessedRequest, on_event: Callable[[StreamEvent], None],
                request_id: str | None = None, *, patient: bool = False) -> str:
         """Starts a request and returns its id at once. `on_event` is called in the engine's thread, with the
-        request's errors too, and must not block. A `patient` one waits for room in the queue, where others end with
-        QueueFullError. Raises EngineClosedError."""
+        request's errors too, and must not block; if the engine ends just now, it may be called in this one. A `patient`
+        request waits for room in the queue, where others end with QueueFullError. Raises EngineClosedError."""
         request_id = request_id or new_request_id()
         self._thread.submit(Request(RequestState(request_id, processed, self._texts), on_event, patient))
         return request_id
@@ -260,7 +261,8 @@ class LLM:
         self._core.step_listeners.append(function)
 
     def on_end(self, function: Callable[[BaseException | None], None]) -> None:
-        """Calls `function` in the engine's thread when the engine has ended, with the fault if it was one."""
+        """Calls `function` in the engine's thread when the engine has ended, with the fault if it was one; at once and
+        in this thread if it has ended already."""
         self._thread.on_end(function)
 
     # -- weights, cache, life cycle

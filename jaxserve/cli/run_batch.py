@@ -67,11 +67,11 @@ def _answer(tasks: list[Task], write: Callable[[bytes], Any], model: str, model_
 
     from jaxserve import LLM
     from jaxserve.inputs import progress_bar
-    from jaxserve.serving.batch import LIMITS, BatchRun
+    from jaxserve.serving.batch import BatchRun
     from jaxserve.serving.service import Service
 
     async def main() -> BatchRun:
-        service = Service(model_name=model_name, limits=LIMITS)
+        service = Service(model_name=model_name, max_waiting_tokens=None)
         try:
             await service.start(llm)
             with progress_bar(len(tasks), sys.stderr.isatty()) as bar:

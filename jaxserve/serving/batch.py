@@ -8,18 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.errors import QueueFullError
 from jaxserve.sampling_params import shortened
 from jaxserve.serving.http.answers import Json, to_json
 from jaxserve.serving.http.calls import CALLS
 from jaxserve.serving.http.errors import ApiError, api_error, invalid
 from jaxserve.serving.http.fields import parse_json
-from jaxserve.serving.request_stream import RequestStream
-from jaxserve.serving.service import Service, ServiceLimits
-
-# The engine's own queue is the bound: the requests of a file are not refused for being many.
-LIMITS = ServiceLimits(max_waiting_tokens=2**62)
-
+from jaxserve.serving.service import Service
 
 class LineError(Exception):
     """A line is no request. `code`: the batch API's word for it. `custom_id`: as it was given, to be found again."""
@@ -85,6 +79,7 @@ class BatchRun:
     """Answers tasks, many at a time.
 
     Args:
+        service: without a bound on what waits, so that no line is refused for being one of many.
         write: called with the output line of each task, in the order in which they end.
 
     Attributes:
@@ -98,8 +93,6 @@ class BatchRun:
         self._service = service
         self._write = write
         self._trust_templates = trust_templates
-        self._running = 0
-        self._ended = asyncio.Condition()
 
     async def run(self, tasks: Sequence[Task]) -> None:
         """Answers all of them. Cancelling aborts those that run. Raises what `write` raises."""
@@ -131,25 +124,7 @@ class BatchRun:
         call = CALLS[task.path](self._service, task.body, request_id, trust_templates=self._trust_templates)
         if call.streamed:
             raise invalid("stream must be false in a batch", "stream")
-        streams = await self._admitted(call.start)
-        self._running += 1
-        try:
-            body = await call.whole(streams)
-        finally:
-            self._running -= 1
-            async with self._ended:
-                self._ended.notify_all()
+        body = await call.whole(await call.start())
         usage = body["usage"]
         self.num_tokens += usage.get("completion_tokens", usage.get("output_tokens"))
         return body
-
-    async def _admitted(self, start: Callable[[], Any]) -> list[RequestStream]:
-        """Starts a call, as soon as the engine's queue has room for all of its prompts."""
-        while True:
-            try:
-                return await start()
-            except QueueFullError:
-                if not self._running:
-                    raise
-                async with self._ended:
-                    await self._ended.wait()

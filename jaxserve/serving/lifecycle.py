@@ -30,7 +30,7 @@ from jaxserve.serving.http.server import HttpServer
 from jaxserve.serving.listening import bind
 from jaxserve.serving.logs import AccessLog
 from jaxserve.serving.metrics import ServingMetrics
-from jaxserve.serving.service import Service, ServiceLimits, State
+from jaxserve.serving.service import Service, State
 from jaxserve.serving.tls import TlsFiles
 from jaxserve.serving.tracing import Tracing
 
@@ -91,9 +91,18 @@ async def run(loader: Loader, model_name: str, config: ServeConfig, listener: so
     """Serves an engine until a signal; see `serve`. The caller closes the loader. `listener`: for HTTP."""
     metrics = ServingMetrics(model_name)
     tracing = None if config.otlp_endpoint is None else Tracing.to_endpoint(config.otlp_endpoint, model_name)
-    limits = ServiceLimits(max_waiting_tokens=config.max_waiting_tokens)
-    service = Service(model_name=model_name, limits=limits,
+    service = Service(model_name=model_name, max_waiting_tokens=config.max_waiting_tokens,
                       observers=(metrics,) if tracing is None else (metrics, tracing))
+    try:
+        return await _live(service, metrics, loader, config, listener)
+    finally:
+        service.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
+
+
+async def _live(service: Service, metrics: ServingMetrics, loader: Loader, config: ServeConfig,
+                listener: socket.socket | None) -> int:
     ended = asyncio.Event()
     service.add_listener(lambda state: ended.set() if state is State.FAILED else None)
     with _signals() as (stop, stop_now):
@@ -108,9 +117,6 @@ async def run(loader: Loader, model_name: str, config: ServeConfig, listener: so
                 # A second signal, or the engine's end, makes it short.
                 await _first(service.drain(config.drain_seconds), stop_now.wait(), ended.wait())
                 await _first(service.drain(0), ended.wait())
-    service.close()
-    if tracing is not None:
-        await asyncio.to_thread(tracing.close)
     if service.state is State.FAILED:
         logger.error("the engine has failed; the process ends, so that a supervisor can start it again")
         return 1

@@ -11,6 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYP
 from prometheus_client.registry import Collector
 
 from jaxserve.engine.core import StepStats
+from jaxserve.errors import RequestError
 from jaxserve.outputs import RequestOutput, StreamEvent
 from jaxserve.serving.request_stream import RequestStream
 
@@ -87,8 +88,11 @@ class ServingMetrics:
         self._generation_tokens.inc(len(event.token_ids))
 
     def finished(self, stream: RequestStream, output: RequestOutput, at: float) -> None:
+        if isinstance(output.error, RequestError):  # a fault of the client's that only showed on the way
+            self.rejected(stream, "invalid")
         for completion in output.outputs:
-            self._ended.labels(self._model, completion.finish_reason).inc()
+            if not isinstance(output.error, RequestError):
+                self._ended.labels(self._model, completion.finish_reason).inc()
             self._generations.observe(len(completion.token_ids))
         if stream.abort_cause is not None:
             self._aborts.labels(self._model, stream.abort_cause).inc()

@@ -46,7 +46,8 @@ class RequestStream:
         last_events: the same of each completion's latest tokens.
         num_tokens: made so far, in all completions.
         output: at the end, also of one that was aborted.
-        abort_cause: "client", "abort", "deadline" or "drain" once aborted.
+        abort_cause: "client", "abort", "deadline" or "drain" once aborted; None again if it ended all the same.
+        begun: its reader has it; what goes wrong from here on is no refusal.
         let_go: by the engine; nothing more comes from it.
         deadline: the service's timer.
 
@@ -70,6 +71,7 @@ class RequestStream:
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None  # until the first event is read
         self._wake = asyncio.Event()
         self._admitted = False
+        self.begun = False
         self._read = False  # to the end, by the reader
         self.let_go = False
         self.deadline: asyncio.TimerHandle | None = None
@@ -149,6 +151,7 @@ class RequestStream:
             if increment.output is not None and increment.output.error is not None and self.first_event is None:
                 self._read = True
                 raise increment.output.error
+        self.begun = True
 
     def expire(self) -> None:
         self.abort("deadline")
@@ -164,6 +167,8 @@ class RequestStream:
             self.let_go = True
             if self.deadline is not None:
                 self.deadline.cancel()
+            if all(completion.finish_reason != "abort" for completion in event.output.outputs):
+                self.abort_cause = None  # it had ended before the engine heard of it
         if not self._read:
             self._prompt_logprobs = self._prompt_logprobs or event.prompt_logprobs
             increment = self._mailbox.pop(event.index, None) or _Increment()
@@ -187,7 +192,9 @@ class _Increment:
         self._texts.append(event.text)
         self._token_ids += event.token_ids
         if event.logprobs is not None:
-            self._logprobs = (self._logprobs or []) + event.logprobs
+            if self._logprobs is None:
+                self._logprobs = []  # our own: the engine's list is not ours to change
+            self._logprobs += event.logprobs
         self._finish_reason, self._stop_reason, self.output = event.finish_reason, event.stop_reason, event.output
 
     def made_before_failing(self) -> _Increment | None:

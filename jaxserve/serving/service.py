@@ -18,7 +18,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from jaxserve.config import ResolvedConfig
@@ -37,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+DEFAULT_MAX_WAITING_TOKENS = 1 << 20
 _TEXT_THREADS = 2
 _LONG_CHARS = 1 << 16  # a text of this length is encoded in some hundredths of a second
 _MOST_IDS = 1 << 22  # to be decoded at a time: half a second
@@ -53,20 +53,6 @@ class State(enum.Enum):
 
 class DuplicateRequestError(RequestError):
     """A request of this id is running."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServiceLimits:
-    """What is refused with QueueFullError. A request waits from its arrival until its first token.
-
-    Attributes:
-        max_waiting_requests: most requests that wait, with those being prefilled. None: only the engine's own
-            bound (its option of the same name) counts.
-        max_waiting_tokens: most prompt tokens of all requests that wait. One request alone may have more.
-    """
-
-    max_waiting_requests: int | None = None
-    max_waiting_tokens: int = 1 << 20
 
 
 class Observer(Protocol):
@@ -116,13 +102,17 @@ class Service:
 
     Args:
         model_name: what clients call the model.
+        max_waiting_tokens: most prompt tokens of all requests that wait, from their arrival until their first token;
+            more are refused with QueueFullError, but one request alone may have more. None: nothing is refused for
+            want of room, neither by this nor by the engine's `max_waiting_requests`.
     """
 
-    def __init__(self, *, model_name: str, limits: ServiceLimits | None = None, observers: Sequence[Observer] = ()):
+    def __init__(self, *, model_name: str, max_waiting_tokens: int | None = DEFAULT_MAX_WAITING_TOKENS,
+                 observers: Sequence[Observer] = ()):
         self.model_name = model_name
         self.created = int(time.time())
         self._engine: LLM | None = None
-        self._limits = limits or ServiceLimits()
+        self._max_waiting_tokens = max_waiting_tokens
         self._observers = observers
         self._rate = Rate()
         self._state = State.STARTING
@@ -138,7 +128,7 @@ class Service:
         self._outbox: deque[tuple[RequestStream, StreamEvent | None, float]] = deque()
         self._collecting = False
         self._snapshot: dict[str, Any] = {}
-        self._snapshot_task: asyncio.Task[dict[str, Any]] | None = None
+        self._snapshot_task: asyncio.Task[None] | None = None
 
     # -- life cycle
 
@@ -173,10 +163,7 @@ class Service:
         ended by themselves."""
         if self._state is not State.FAILED:
             self._set_state(State.DRAINING)
-        if self._idle.is_set():
-            return True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), grace)
+        if await self.idle(grace):
             return True
         logger.warning("aborting %d requests that have not ended within %g s", len(self._streams), grace)
         for stream in list(self._streams.values()):
@@ -265,10 +252,8 @@ class Service:
             self._check_admission(request_id)
             self._waiting[request_id] = 0
             try:
-                if deadline is None:
+                async with asyncio.timeout(deadline):
                     stream.processed = await self.run_text(process, size)
-                else:
-                    stream.processed = await asyncio.wait_for(self.run_text(process, size), max(deadline, 0))
                 self._check_tokens(len(stream.prompt_token_ids))
                 self._check_state()  # it may have changed meanwhile
                 self._submit(stream, deadline)
@@ -304,13 +289,10 @@ class Service:
         if request_id in self._streams or request_id in self._waiting:
             raise DuplicateRequestError(f"a request with the id {request_id!r} is running; use another id",
                                         "request_id")
-        limit = self._limits.max_waiting_requests
-        if limit is not None and len(self._waiting) >= limit:
-            raise QueueFullError(f"{len(self._waiting)} requests are waiting, the limit is {limit}; try again later")
 
     def _check_tokens(self, num_tokens: int) -> None:
-        waiting, limit = self.num_waiting_tokens, self._limits.max_waiting_tokens
-        if waiting and waiting + num_tokens > limit:
+        waiting, limit = self.num_waiting_tokens, self._max_waiting_tokens
+        if limit is not None and waiting and waiting + num_tokens > limit:
             raise QueueFullError(f"requests with {waiting} prompt tokens wait, and with the {num_tokens} of this "
                                  f"one they are above the limit of {limit}; try again later")
 
@@ -322,7 +304,8 @@ class Service:
             stream.incoming.streams.append(stream)
         self._idle.clear()
         try:
-            self._llm.submit(stream.processed, lambda event: self._collect(stream, event), request_id=request_id)
+            self._llm.submit(stream.processed, lambda event: self._collect(stream, event), request_id=request_id,
+                             patient=self._max_waiting_tokens is None)
             self._llm.call_soon(lambda: self._collect(stream, None))
         except EngineClosedError:
             self._forget(stream)
@@ -361,8 +344,8 @@ class Service:
             stream.put(event, at)
             if event.output is not None:
                 self._forget(stream)
-                refused = isinstance(event.output.error, RequestError | QueueFullError)  # `_start` counts it
-                if not refused:
+                refused = event.output.error is not None and stream.first_event is None and not stream.begun
+                if not refused:  # else `_start` counts it
                     for observer in self._observers:
                         observer.finished(stream, event.output, at)
 
@@ -433,6 +416,10 @@ class Service:
         return self._llm.config
 
     @property
+    def kv_cache_dtype(self) -> str:
+        return self._llm.kv_cache_dtype
+
+    @property
     def num_active(self) -> int:
         """Requests that the engine has not let go of."""
         return len(self._streams)
@@ -471,7 +458,8 @@ class Service:
         if self._idle.is_set():
             return True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
             return True  # though the next may have begun by now
         return False
 
@@ -481,12 +469,16 @@ class Service:
 
     async def engine_metrics(self) -> dict[str, Any]:
         """`LLM.metrics`. While a step takes long (it compiles) or after the engine has ended, the last known."""
-        if self._snapshot_task is None and self._state is not State.STARTING:
-            self._snapshot_task = asyncio.create_task(asyncio.to_thread(self._llm.metrics))
-        task = self._snapshot_task
-        if task is not None:
+        if self._engine is not None and self._state is not State.STARTING:
+            if self._snapshot_task is None:
+                self._snapshot_task = asyncio.create_task(self._take_snapshot(self._engine))
             with contextlib.suppress(TimeoutError, EngineClosedError):
-                self._snapshot = await asyncio.wait_for(asyncio.shield(task), _SNAPSHOT_PATIENCE)
-            if task.done():
-                self._snapshot_task = None
+                async with asyncio.timeout(_SNAPSHOT_PATIENCE):
+                    await asyncio.shield(self._snapshot_task)
         return self._snapshot
+
+    async def _take_snapshot(self, llm: LLM) -> None:
+        try:
+            self._snapshot = await asyncio.to_thread(llm.metrics)
+        finally:
+            self._snapshot_task = None

@@ -12,7 +12,6 @@ from jaxserve import ConfigError, QueueFullError, RequestError, SamplingParams
 from jaxserve.client import AsyncClient, Client, ClientTls, ServerError, ServerTimeoutError
 from jaxserve.client.wire import sampling_message
 from jaxserve.serving.grpc.inference import sampling_params
-from jaxserve.serving.service import ServiceLimits
 from tests.serving.grpc.harness import running
 
 LONG = SamplingParams(max_tokens=500, ignore_eos=True, temperature=0)
@@ -130,8 +129,12 @@ def test_duplicate_ids_are_refused(client, server):
     server.assert_idle()
 
 
-def test_queue_full(loop, llm):
-    with running(loop, llm, limits=ServiceLimits(max_waiting_requests=0)) as full, Client(full.target) as client:
+def test_queue_full(loop, llm, monkeypatch):
+    def refuse(_: int) -> None:
+        raise QueueFullError("full")
+
+    with running(loop, llm) as full, Client(full.target) as client:
+        monkeypatch.setattr(full.service, "_check_tokens", refuse)
         with pytest.raises(QueueFullError):
             client.generate("a", max_tokens=1, use_tqdm=False)
         assert isinstance(client.generate(["a"], max_tokens=1, use_tqdm=False)[0].error, QueueFullError)

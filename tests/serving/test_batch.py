@@ -8,7 +8,7 @@ import json
 import pytest
 
 from jaxserve import SamplingParams
-from jaxserve.serving.batch import LIMITS, BatchRun, read_tasks
+from jaxserve.serving.batch import BatchRun, read_tasks
 from jaxserve.serving.service import Service
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -31,7 +31,7 @@ def answers(llm, lines) -> tuple[dict, BatchRun]:
     written: list[bytes] = []
 
     async def main() -> BatchRun:
-        service = Service(model_name="tiny", limits=LIMITS)
+        service = Service(model_name="tiny", max_waiting_tokens=None)
         await service.start(llm)
         batch = BatchRun(service, written.append)
         await batch.run(read_tasks(lines))
@@ -101,6 +101,9 @@ def test_of_equal_custom_ids_the_first_counts(llm):
 
 def test_more_than_the_queue_holds(llm):
     """Eight sequences may wait, three run."""
-    found, batch = answers(llm, [line(str(i), n=4) for i in range(12)])
-    assert len(found) == 12 and batch.num_failed == 0 and batch.num_tokens == 12 * 4 * 4
+    found, batch = answers(llm, [line(str(i), n=4) for i in range(12)]
+                           + [line(f"prompts {i}", prompt=["Hello"] * 2, n=4) for i in range(4)])
+    assert len(found) == 16 and batch.num_failed == 0 and batch.num_tokens == 20 * 4 * 4
     assert len({record["response"]["body"]["choices"][0]["text"] for record in found.values()}) == 1
+    found, batch = answers(llm, [line("n", n=9), line("prompts", prompt=["Hello"] * 9)])
+    assert all(record["response"]["status_code"] == 400 for record in found.values()), "these could never wait"

@@ -12,7 +12,7 @@ import pytest
 from jaxserve import EngineClosedError, EngineError, QueueFullError, RequestError, SamplingParams
 from jaxserve.engine.processor import CHEAP_CHARS
 from jaxserve.serving.request_stream import DeadlineExceededError, UnavailableError
-from jaxserve.serving.service import DuplicateRequestError, Rate, Service, ServiceLimits, State
+from jaxserve.serving.service import DuplicateRequestError, Rate, Service, State
 from jaxserve.tokenizer import Tokenizer
 
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -27,7 +27,7 @@ def llm(make_llm):
 
 def run(llm, test: Callable[[Service], Coroutine[Any, Any, None]], **limits) -> None:
     async def main() -> None:
-        service = Service(model_name="tiny", limits=ServiceLimits(**limits))
+        service = Service(model_name="tiny", **limits)
         await service.start(llm)
         await test(service)
         await service.drain(0)
@@ -136,6 +136,25 @@ def test_abort(llm):
     run(llm, test)
 
 
+@pytest.mark.parametrize("cause", ["drain", "deadline", "abort"])
+def test_what_has_ended_by_itself_is_not_aborted(llm, cause):
+    """The engine made the end, and nobody here knew of it yet."""
+    async def test(service):
+        async with await service.generate("Hello", SHORT) as stream:
+            deliver = service._deliver
+            service._deliver = lambda: None
+            while not service._outbox or service._outbox[-1][1].output is None:
+                await asyncio.to_thread(llm.call_soon, lambda: None)
+            stream.abort(cause)
+            service._deliver = deliver
+            deliver()
+            _, events = await read(stream)
+        assert events[-1].finish_reason == "length" and len(events[-1].output.outputs[0].token_ids) == 6
+        assert stream.abort_cause is None
+
+    run(llm, test)
+
+
 @pytest.mark.parametrize("deadline", [0, 1e-9, 0.01])
 def test_deadlines(llm, deadline):
     async def test(service):
@@ -170,19 +189,6 @@ def test_ids_in_use(llm):
         assert await service.drain(300)
 
     run(llm, test)
-
-
-def test_too_many_waiting_requests(llm):
-    async def test(service):
-        starts = [service.generate("Hello", SHORT) for _ in range(5)]
-        results = await asyncio.gather(*starts, return_exceptions=True)
-        refused = [result for result in results if isinstance(result, QueueFullError)]
-        assert len(refused) == 3
-        for stream in results:
-            if not isinstance(stream, QueueFullError):
-                assert (await read(stream))[1][-1].finish_reason == "length"
-
-    run(llm, test, max_waiting_requests=2)
 
 
 def test_too_many_waiting_tokens(llm):
@@ -298,6 +304,45 @@ def test_long_texts_hold_up_no_short_ones(llm):
         assert not any(task.done() for task in long)
         go.set()
         await asyncio.gather(*long)
+
+    run(llm, test)
+
+
+def test_a_deadline_hides_no_cancel(llm):
+    """Not even in the very moment in which the prompt is ready."""
+    async def test(service):
+        ready = asyncio.Event()
+
+        async def run_text(*_):
+            await ready.wait()
+            return llm.process("Hello", SHORT)
+
+        service.run_text = run_text
+        starting = asyncio.ensure_future(service.generate("Hello", SHORT, deadline=300))
+        while not ready._waiters:
+            await asyncio.sleep(0)
+        ready.set()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    run(llm, test)
+
+
+def test_a_failed_look_at_the_engine_is_not_the_last(llm, monkeypatch):
+    async def test(service):
+        with monkeypatch.context() as broken:
+            broken.setattr(llm._runner, "metrics", lambda: {}["no such number"])
+            asked = asyncio.ensure_future(service.engine_metrics())
+            while service._snapshot_task is None:
+                await asyncio.sleep(0)
+            asked.cancel()  # nobody waits for it any more
+            await asyncio.wait([service._snapshot_task])
+            with pytest.raises(KeyError):
+                await service.engine_metrics()
+        assert (await service.engine_metrics())["running"] == 0
 
     run(llm, test)
 

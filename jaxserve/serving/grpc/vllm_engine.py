@@ -10,6 +10,7 @@ import datetime
 import hashlib
 import io
 import json
+import math
 import tempfile
 import time
 import zipfile
@@ -93,6 +94,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def FlushCache(self, request: common_pb2.FlushCacheRequest,
                          context: grpc.aio.ServicerContext) -> common_pb2.FlushCacheResponse:
         async with self.calls.answer(context):
+            if math.isnan(request.timeout_s):  # the event loop's timers are ordered by time
+                raise RequestError("timeout_s must be a number of seconds, got NaN", "timeout_s")
             if not await self._service.idle(request.timeout_s):
                 return common_pb2.FlushCacheResponse(
                     success=False, message=f"{self._service.num_active} requests are running; nothing was flushed")
@@ -122,8 +125,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             return pb.GetServerInfoResponse(
                 active_requests=self._service.num_active, is_paused=self._service.state is not State.READY,
                 last_receive_timestamp=self._last_request, uptime_seconds=time.monotonic() - self._started,
-                server_type="jaxserve-grpc", data_parallel_size=1, kv_cache_dtype="auto", block_size=config.page_size,
-                max_num_seqs=config.max_num_seqs)
+                server_type="jaxserve-grpc", data_parallel_size=1, kv_cache_dtype=self._service.kv_cache_dtype,
+                block_size=config.page_size, max_num_seqs=config.max_num_seqs)
         raise AssertionError("answer() ends a call that has failed")
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:

@@ -65,23 +65,24 @@ class Bodies:
             raise TooLargeError(self._max_bytes)
         body, held = bytearray(), 0
         try:
-            async with asyncio.timeout(BODY_TIMEOUT):
-                more = True
-                while more:
-                    message = await request.receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone
-                    body += message.get("body", b"")
-                    more = message.get("more_body", False)
-                    if len(body) > self._max_bytes:
-                        raise TooLargeError(self._max_bytes)
-                    if len(body) > SMALL_BYTES:
-                        self._hold(len(body) - held)
-                        held = len(body)
+            try:
+                async with asyncio.timeout(BODY_TIMEOUT):
+                    more = True
+                    while more:
+                        message = await request.receive()
+                        if message["type"] == "http.disconnect":
+                            raise ClientGone
+                        body += message.get("body", b"")
+                        more = message.get("more_body", False)
+                        if len(body) > self._max_bytes:
+                            raise TooLargeError(self._max_bytes)
+                        if len(body) > SMALL_BYTES:
+                            self._hold(len(body) - held)
+                            held = len(body)
+            except TimeoutError:
+                raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT:g} s",
+                               headers={"Connection": "close"}) from None
             yield await self._work(body, function)
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT:g} s",
-                           headers={"Connection": "close"}) from None
         finally:
             self._held -= held
 

@@ -79,7 +79,9 @@ class Responses:
             yield events.of(f"response.{answer['status']}", response=answer)
         except Exception as error:
             answer = self._response("failed", [self._item("incomplete", [_text_part("".join(texts), logprobs)])])
-            answer["error"] = {"code": "server_error", "message": str(api_error(error))}
+            told = api_error(error)
+            answer["error"] = {"code": "invalid_prompt" if told.status == 400 else "server_error",
+                               "message": str(told)}
             yield events.of("response.failed", response=answer)
 
     def _logprobs(self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs] | None) -> list[Json]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from jaxserve import LLM
 from jaxserve.serving.grpc.server import GrpcServer, serve
-from jaxserve.serving.service import Service, ServiceLimits
+from jaxserve.serving.service import Service
 
 T = TypeVar("T")
 
@@ -59,12 +59,11 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(loop: Loop, llm: LLM, *, limits: ServiceLimits | None = None, started: bool = True,
-            **options: Any) -> Iterator[Running]:
+def running(loop: Loop, llm: LLM, *, started: bool = True, **options: Any) -> Iterator[Running]:
     """`started=False`: the service has no engine yet; `service.start(llm)` gives it one."""
 
     async def open_server() -> tuple[Service, GrpcServer]:
-        service = Service(model_name="tiny", limits=limits)
+        service = Service(model_name="tiny")
         if started:
             await service.start(llm)
         return service, await serve(service, "127.0.0.1", 0, **options)

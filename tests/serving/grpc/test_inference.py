@@ -7,10 +7,9 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from jaxserve import EngineError, SamplingParams
+from jaxserve import EngineError, QueueFullError, SamplingParams
 from jaxserve.serving.protos.v1 import inference_pb2 as pb
 from jaxserve.serving.protos.v1 import inference_pb2_grpc
-from jaxserve.serving.service import ServiceLimits
 from tests.serving.grpc.harness import PATIENCE, running
 
 LONG = pb.SamplingParams(max_tokens=500, ignore_eos=True, temperature=0)
@@ -189,8 +188,12 @@ def test_a_live_id_is_taken(stub, server):  # case 69
                                                      sampling=pb.SamplingParams(max_tokens=1))))) == 1
 
 
-def test_a_full_queue_says_when_to_come_again(loop, llm):
-    with running(loop, llm, limits=ServiceLimits(max_waiting_requests=0)) as full:
+def test_a_full_queue_says_when_to_come_again(loop, llm, monkeypatch):
+    def refuse(_: int) -> None:
+        raise QueueFullError("full")
+
+    with running(loop, llm) as full:
+        monkeypatch.setattr(full.service, "_check_tokens", refuse)
         with grpc.insecure_channel(full.target) as channel:
             error = failure(lambda: inference_pb2_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="a")))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -17,7 +17,7 @@ from jaxserve.serving.http.app import HttpOptions, create_app
 from jaxserve.serving.http.server import IDLE_SECONDS, MAX_CONNECTIONS, HttpServer
 from jaxserve.serving.listening import bind
 from jaxserve.serving.metrics import ServingMetrics
-from jaxserve.serving.service import Service, ServiceLimits
+from jaxserve.serving.service import Service
 from jaxserve.serving.tls import TlsFiles
 from tests.llm import tiny
 
@@ -32,7 +32,7 @@ class Server:
         loop: the event loop of the service; touch the service only there, through `call`.
     """
 
-    def __init__(self, llm: LLM, options: HttpOptions, limits: ServiceLimits, **connections):
+    def __init__(self, llm: LLM, options: HttpOptions, limits: dict, **connections):
         self.llm = llm
         self._stop: asyncio.Event
         started: Future[None] = Future()
@@ -41,13 +41,12 @@ class Server:
         self._thread.start()
         started.result(TIMEOUT)
 
-    async def _main(self, options: HttpOptions, limits: ServiceLimits, connections: dict,
-                    started: Future[None]) -> None:
+    async def _main(self, options: HttpOptions, limits: dict, connections: dict, started: Future[None]) -> None:
         try:
             self.loop = asyncio.get_running_loop()
             self._stop = asyncio.Event()
             metrics = ServingMetrics("tiny")
-            self.service = Service(model_name="tiny", limits=limits, observers=(metrics,))
+            self.service = Service(model_name="tiny", observers=(metrics,), **limits)
             await self.service.start(self.llm)
             listener = bind("127.0.0.1", 0)
             self.port = listener.getsockname()[1]
@@ -82,11 +81,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(llm: LLM, limits: ServiceLimits | None = None, *, tls: TlsFiles | None = None,
+def serving(llm: LLM, limits: dict | None = None, *, tls: TlsFiles | None = None,
             idle_seconds: float = IDLE_SECONDS, max_connections: int = MAX_CONNECTIONS,
             **options) -> Iterator[Server]:
-    """`options`: HttpOptions."""
-    server = Server(llm, HttpOptions(**options), limits or ServiceLimits(), tls=tls, idle_seconds=idle_seconds,
+    """`limits`: of the Service. `options`: HttpOptions."""
+    server = Server(llm, HttpOptions(**options), limits or {}, tls=tls, idle_seconds=idle_seconds,
                     max_connections=max_connections)
     try:
         yield server

@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import jaxserve
 from jaxserve.serving.http.bodies import Bodies
-from jaxserve.serving.service import ServiceLimits
 from tests.serving.http.conftest import TIMEOUT, serving
 
 COMPLETION = {"prompt": "Hello", "max_tokens": 1}
@@ -277,7 +276,7 @@ def test_the_number_of_connections_is_bounded(server):
 
 
 def test_a_full_queue(server):
-    with serving(server.llm, ServiceLimits(max_waiting_tokens=100)) as small, small.http() as http, \
+    with serving(server.llm, {"max_waiting_tokens": 100}) as small, small.http() as http, \
             small.client() as client:
         # One alone may be larger than the bound.
         assert http.post("/v1/completions", json={"prompt": "x" * 110, "max_tokens": 1}).status_code == 200
