@@ -15,6 +15,7 @@ from jaxserve.serving.http.errors import ApiError, api_error, invalid
 from jaxserve.serving.http.fields import parse_json
 from jaxserve.serving.service import Service
 
+
 class LineError(Exception):
     """A line is no request. `code`: the batch API's word for it. `custom_id`: as it was given, to be found again."""
 

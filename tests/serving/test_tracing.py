@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import socket
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from jaxserve import LLM, ConfigError, RequestError, SamplingParams
+from jaxserve import LLM, ConfigError, EngineError, RequestError, SamplingParams
 from jaxserve.serving.config import ServeConfig
 from jaxserve.serving.protos.v1 import inference_pb2 as pb
 from jaxserve.serving.protos.v1 import inference_pb2_grpc
@@ -107,6 +108,35 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
+@contextlib.contextmanager
+def collecting() -> Iterator[tuple[Collector, str]]:
+    """A collector and its endpoint."""
+    collector = Collector()
+    server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield collector, f"http://127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+def test_spans_of_a_start_that_fails_are_sent():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def before(_):
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            with pytest.raises(grpc.RpcError, match="starting"):
+                list(stub.Generate(pb.GenerateRequest(text="a"), wait_for_ready=True))
+
+    with collecting() as (collector, endpoint):
+        assert run_and(EngineError("no first token"), None, before, grpc_port=port, otlp_endpoint=endpoint) == 1
+    assert len(collector.spans) == 1
+
+
 def test_both_faces_send_spans_that_continue_the_client_s_trace(llm):
     with socket.create_server(("127.0.0.1", 0)) as free:
         grpc_port = free.getsockname()[1]
@@ -123,15 +153,8 @@ def test_both_faces_send_spans_that_continue_the_client_s_trace(llm):
             list(stub.Generate(request, metadata=[("traceparent", sampled)], wait_for_ready=True))
         terminate()
 
-    collector = Collector()
-    server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        assert run_and(llm, act, grpc_port=grpc_port, otlp_endpoint=f"http://127.0.0.1:{port}") == 0
-    finally:
-        server.stop(None).wait()
+    with collecting() as (collector, endpoint):
+        assert run_and(llm, act, grpc_port=grpc_port, otlp_endpoint=endpoint) == 0
     traced = [span for span in collector.spans if span.trace_id.hex() == TRACE_ID]
     # Two prompts are two requests of the engine; the call that was not to be sampled has none.
     assert len(traced) == 3 and len(collector.spans) == 5

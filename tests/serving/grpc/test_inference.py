@@ -7,7 +7,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from jaxserve import EngineError, QueueFullError, SamplingParams
+from jaxserve import EngineError, QueueFullError, RequestError, SamplingParams
 from jaxserve.serving.protos.v1 import inference_pb2 as pb
 from jaxserve.serving.protos.v1 import inference_pb2_grpc
 from tests.serving.grpc.harness import PATIENCE, running
@@ -207,6 +207,15 @@ def test_a_fault_in_mid_stream_is_never_ok(stub, server, llm):  # case 56
     llm._thread.call(lambda: core._fail(core._requests["faulty"], EngineError("the fault of this test")))
     error = failure(lambda: call)
     assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "the fault of this test")
+    server.assert_idle()
+
+
+def test_a_fault_of_the_client_in_mid_stream_is_called_so(stub, server, llm):
+    call = stub.Generate(pb.GenerateRequest(request_id="masked", text="a", sampling=LONG))
+    assert next(call).token_ids
+    core, error = llm._core, RequestError("bad_words leaves no token to choose", "bad_words")
+    llm._thread.call(lambda: core._fail(core._requests["masked"], error))
+    assert violation(failure(lambda: call)) == "sampling.bad_words"
     server.assert_idle()
 
 

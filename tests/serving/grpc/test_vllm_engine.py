@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import zipfile
 
 import grpc
@@ -13,7 +14,9 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from jaxserve import LLM
 from jaxserve.tokenizer import Tokenizer
+from tests.llm import tiny
 from tests.serving.grpc.harness import running
 from tests.serving.grpc.test_inference import failure, violation
 
@@ -121,6 +124,15 @@ def test_model_and_server_info(engine):
     assert json.loads(model.default_sampling_params_json)["temperature"] == 1.0
     info = engine.GetServerInfo(pb.GetServerInfoRequest())
     assert (info.active_requests, info.is_paused, info.max_num_seqs, info.block_size) == (0, False, 3, 8)
+    assert info.kv_cache_dtype == "auto"
+
+
+def test_what_the_cache_holds(loop, xla_cache):
+    with LLM(config=tiny.CONFIG, params=tiny.random_tensors(), tokenizer=tiny.tokenizer(), kv_cache_dtype="int8",
+             **tiny.ENGINE, compilation_cache_dir=xla_cache) as llm, running(loop, llm) as server:
+        with grpc.insecure_channel(server.target) as channel:
+            info = vllm_engine_pb2_grpc.VllmEngineStub(channel).GetServerInfo(pb.GetServerInfoRequest())
+    assert info.kv_cache_dtype == "int8"
 
 
 def test_loads(engine, server):
@@ -152,6 +164,8 @@ def test_the_prefix_cache_is_flushed_only_when_idle(engine, server):
     next(call)
     assert not engine.FlushCache(common_pb2.FlushCacheRequest()).success
     call.cancel()
+    error = failure(lambda: [engine.FlushCache(common_pb2.FlushCacheRequest(timeout_s=math.nan))])
+    assert violation(error) == "timeout_s"
     assert engine.FlushCache(common_pb2.FlushCacheRequest(timeout_s=300)).success
     assert list(engine.Generate(request(prompt, max_tokens=1)))[0].complete.cached_tokens == 0
     assert list(engine.Generate(request(prompt, max_tokens=1)))[0].complete.cached_tokens == 32

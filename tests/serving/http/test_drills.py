@@ -11,7 +11,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from jaxserve import SamplingParams
+from jaxserve import RequestError, SamplingParams
 from jaxserve.serving.service import State
 from tests.llm import tiny
 from tests.serving.http.conftest import TIMEOUT, Server, serving
@@ -146,6 +146,39 @@ def test_a_fault_within_a_stream_is_an_event(make_llm, monkeypatch):
         monkeypatch.setattr(llm._runner, "launch", launch)
         assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
         assert_nothing_is_held(server)
+
+
+def test_a_fault_of_the_client_within_a_generation_is_called_so(server, client, http, monkeypatch):
+    """A mask that leaves nothing, say: it shows where that place is reached."""
+    core, step = server.llm._core, server.llm._core.step
+
+    def step_and_refuse():
+        step()
+        for request in list(core._requests.values()):
+            if any(seq.num_output >= 4 for seq in request.sequences):
+                core._fail(request, RequestError("bad_words leaves no token to choose", "bad_words"))
+
+    def counts() -> dict[str, float]:
+        lines = [line.rpartition(" ") for line in http.get("/metrics").text.splitlines() if line[0] != "#"]
+        return {name: float(value) for name, _, value in lines
+                if "rejections_total" in name or "success_total" in name and "error" in name}
+
+    before = counts()
+    with monkeypatch.context() as faulty:
+        faulty.setattr(core, "step", step_and_refuse)
+        body = STREAM | {"prompt": "a", "max_tokens": 20}
+        answer = http.post("/v1/completions", json=body | {"stream": False})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "bad_words"
+        *_, text, failure, done, _ = http.post("/v1/completions", json=body).text.split("\n\n")
+        assert json.loads(text.removeprefix("data: "))["choices"] and done == "data: [DONE]"
+        assert json.loads(failure.removeprefix("data: ")) == answer.json()
+        *_, failed = client.responses.create(model="tiny", input="a", temperature=0, stream=True,
+                                             extra_body={"ignore_eos": True})
+        assert (failed.type, failed.response.error.code) == ("response.failed", "invalid_prompt")
+    assert_nothing_is_held(server)
+    after = counts()
+    assert sum(after.values()) - sum(before.values()) == 3
+    assert {name.partition("reason=")[2] for name in after if after[name] != before.get(name, 0)} == {'"invalid"}'}
 
 
 def test_draining(make_llm):

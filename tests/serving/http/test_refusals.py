@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import openai
 import pytest
 
+from jaxserve.serving.http import fields
 from tests.serving.http.conftest import serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -243,6 +245,19 @@ def test_unknown_ids_have_no_text(server, http):
 def test_megabytes_are_refused_by_their_length(http, path, body, param):
     error = refused(http, path, body)
     assert error["param"] == param and ("characters" in error["message"] or "1000000 tokens" in error["message"])
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_reading_json_leaves_the_garbage_collector_as_it_was(collecting):
+    text, before = b"[" + b"[]," * (1 << 19) + b"[]]", gc.isenabled()
+    try:
+        (gc.enable if collecting else gc.disable)()
+        with fields._no_collection():
+            assert len(fields.parse_json(text)) == (1 << 19) + 1
+            assert not gc.isenabled(), "the other one still reads"
+        assert gc.isenabled() is collecting
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_a_long_text_may_be_tokenized_and_cut(http):

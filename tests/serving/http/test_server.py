@@ -205,6 +205,14 @@ def test_large_bodies_are_held_a_few_at_a_time(server, monkeypatch):
         assert http.post("/tokenize", json=body).json()["count"] == 150_000
 
 
+def test_only_a_late_body_is_late(server, http, monkeypatch):
+    async def generate(*_, **__):
+        raise TimeoutError("ours")
+
+    monkeypatch.setattr(server.service, "generate", generate)
+    assert http.post("/v1/completions", json=COMPLETION).status_code == 500
+
+
 def test_a_body_of_64_megabytes(http):
     try:
         answer = http.post("/v1/completions", content=b"x" * (64 << 20))
