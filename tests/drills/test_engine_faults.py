@@ -26,7 +26,7 @@ class Faults:
         launch = llm._runner.launch
 
         def faulty(plan):
-            if self.launches or len([row for row in plan.decodes if row.seq.num_output >= 10]) == 2:
+            if self.launches or len([row for row in plan.decodes if row.seq.num_known >= row.seq.prompt_len + 10]) == 2:
                 self.launches += 1
                 if self.launches in fails:
                     raise RuntimeError("the device is on fire")

@@ -66,7 +66,7 @@ class GrpcServer:
         if self._tls is not None and self._stamp is not None:
             self._renewing = asyncio.ensure_future(when_renewed(self._tls, self._stamp, self._replace))
 
-    async def _replace(self, _: ssl.SSLContext) -> None:
+    async def _replace(self, context: ssl.SSLContext) -> None:
         """Another server takes over the port, with the certificate as it is now; the calls of the old one go on.
 
         grpc's own way, dynamic_ssl_server_credentials, frees the old certificate under handshakes that still use it

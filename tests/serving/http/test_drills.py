@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import json
 import random
 import socket
@@ -123,7 +124,7 @@ def test_a_fault_within_a_stream_is_an_event(make_llm, monkeypatch):
         launch, after = llm._runner.launch, 0
 
         def fails(plan):
-            if plan.decodes and plan.decodes[0].seq.num_output >= after:
+            if plan.decodes and plan.decodes[0].seq.num_known >= plan.decodes[0].seq.prompt_len + after:
                 raise RuntimeError("the device is on fire")
             return launch(plan)
 
@@ -150,12 +151,13 @@ def test_a_fault_within_a_stream_is_an_event(make_llm, monkeypatch):
 
 def test_a_fault_of_the_client_within_a_generation_is_called_so(server, client, http, monkeypatch):
     """A mask that leaves nothing, say: it shows where that place is reached."""
-    core, step = server.llm._core, server.llm._core.step
+    core, step, steps = server.llm._core, server.llm._core.step, collections.Counter()
 
     def step_and_refuse():
         step()
         for request in list(core._requests.values()):
-            if any(seq.num_output >= 4 for seq in request.sequences):
+            steps[request] += 1
+            if steps[request] == 6:
                 core._fail(request, RequestError("bad_words leaves no token to choose", "bad_words"))
 
     def counts() -> dict[str, float]:
