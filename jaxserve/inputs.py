@@ -19,6 +19,8 @@ def listed_prompts(prompts: Any) -> tuple[list[Any], bool]:
         return [prompts], True
     if isinstance(prompts, bytes | bytearray):
         raise RequestError("a prompt is text or token ids, got bytes; decode them first", "prompts")
+    if isinstance(prompts, set | frozenset):
+        raise RequestError(f"prompts must be in an order, got a {type(prompts).__name__}; give a list", "prompts")
     # An array's tolist gives plain integers; a jax array's own items would be arrays.
     to_list = getattr(prompts, "tolist", None)
     items = prompts if to_list is None else to_list()

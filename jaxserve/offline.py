@@ -10,7 +10,7 @@ import contextlib
 import queue
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol
 
 from jaxserve.engine.processor import ProcessedRequest
@@ -37,16 +37,19 @@ class Engine(Protocol):
 
 def run(engine: Engine, items: list[Any], each: Sequence[SamplingParams], process: Process, *, single: bool,
         use_tqdm: bool) -> list[RequestOutput]:
-    """Processes `items` (prompts or conversations), runs those that are valid, and waits for all.
+    """Processes `items` (prompts or conversations), runs those that are valid, and waits for all. The engine works on
+    the first ones while the others are processed.
 
     Args:
         each: an item's options.
         single: there is one item, whose error is raised.
     """
     done: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
-    batch = _Batch(_prepare(items, each, process), done.put, use_tqdm)
+    batch = _Batch(items, each, done.put, use_tqdm)
     try:
-        batch.start(engine)
+        for _ in batch.start(engine, process):
+            while not done.empty():
+                batch.finish(*done.get())
         while batch.unfinished:
             try:
                 batch.finish(*done.get(timeout=_BAR_REFRESH))
@@ -66,7 +69,6 @@ def run(engine: Engine, items: list[Any], each: Sequence[SamplingParams], proces
 async def arun(engine: Engine, items: list[Any], each: Sequence[SamplingParams], process: Process, *, single: bool,
                use_tqdm: bool) -> list[RequestOutput]:
     """As `run`; what takes time happens in other threads."""
-    prepared = await asyncio.to_thread(_prepare, items, each, process)
     loop = asyncio.get_running_loop()
     done: asyncio.Queue[tuple[int, RequestOutput]] = asyncio.Queue()
 
@@ -74,15 +76,28 @@ async def arun(engine: Engine, items: list[Any], each: Sequence[SamplingParams],
         with contextlib.suppress(RuntimeError):  # the loop has closed, so nobody waits any more
             loop.call_soon_threadsafe(done.put_nowait, item)
 
-    batch = _Batch(prepared, deliver, use_tqdm)
+    batch = _Batch(items, each, deliver, use_tqdm)
+
+    def start() -> None:
+        for _ in batch.start(engine, process):
+            pass
+
+    starting = asyncio.create_task(asyncio.to_thread(start))
     try:
-        batch.start(engine)
         while batch.unfinished:
+            if starting.done():
+                starting.result()  # raises what has ended it early
             try:
-                batch.finish(*await asyncio.wait_for(done.get(), _BAR_REFRESH))
+                # Python 3.11's wait_for would lose a cancellation that comes with an item.
+                async with asyncio.timeout(_BAR_REFRESH):
+                    item = await done.get()
             except TimeoutError:
                 batch.show()
+            else:
+                batch.finish(*item)
+        await starting
     except BaseException:  # cancelled, usually
+        starting.cancel()
         batch.abandon(engine)
         raise
     finally:
@@ -111,8 +126,9 @@ def stream(engine: Engine, processed: ProcessedRequest) -> Generator[StreamEvent
     return iterator
 
 
-async def astream(engine: Engine, processed: ProcessedRequest) -> AsyncGenerator[StreamEvent, None]:
-    """As `stream`; the request starts when the first event is awaited."""
+async def astream(engine: Engine, process: Callable[[], ProcessedRequest]) -> AsyncGenerator[StreamEvent, None]:
+    """As `stream`; the request is processed, in another thread, and starts when the first event is awaited."""
+    processed = await asyncio.to_thread(process)
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[StreamEvent] = asyncio.Queue()
 
@@ -135,32 +151,48 @@ class _Batch:
     """The requests of one call, their outputs so far, and its progress bar.
 
     Args:
-        prepared: in the order of the prompts; those that were invalid are outputs already.
-        deliver: called in the engine's thread with the index and the output of each that ends.
+        items: prompts or conversations.
+        each: an item's options.
+        deliver: called, in the engine's thread or in that of `start`, with the index and the output of each that ends.
     """
 
-    def __init__(self, prepared: list[ProcessedRequest | RequestOutput],
+    def __init__(self, items: list[Any], each: Sequence[SamplingParams],
                  deliver: Callable[[tuple[int, RequestOutput]], None], use_tqdm: bool):
-        self._outputs = {index: item for index, item in enumerate(prepared) if isinstance(item, RequestOutput)}
-        self._valid = {index: item for index, item in enumerate(prepared) if isinstance(item, ProcessedRequest)}
-        self._request_ids = {index: new_request_id() for index in self._valid}
+        self._items = items
+        self._each = each
+        self._request_ids = [new_request_id() for _ in items]
+        self._outputs: dict[int, RequestOutput] = {}
+        self._abandoned = False
         self._deliver = deliver
         self._num_tokens = 0
         self._started = time.perf_counter()
-        self.bar = progress_bar(len(prepared), use_tqdm)
-        self.bar.update(len(self._outputs))
+        self.bar = progress_bar(len(items), use_tqdm)
 
-    def start(self, engine: Engine) -> None:
-        for index, processed in self._valid.items():
-            engine.submit(processed, self._listener(index), self._request_ids[index], patient=True)
+    def start(self, engine: Engine, process: Process) -> Iterator[None]:
+        """Processes the items in their order and submits those that are valid; yields after each."""
+        requests = zip(self._items, self._each, self._request_ids, strict=True)
+        for index, (item, params, request_id) in enumerate(requests):
+            try:
+                processed = process(item, params)
+            except RequestError as error:
+                self._deliver((index, failed_output(item, error)))
+            else:
+                if not self._abandoned:
+                    engine.submit(processed, self._listener(index), request_id, patient=True)
+            if self._abandoned:  # from another thread, and perhaps just before the request was submitted
+                engine.abort(request_id)
+                return
+            yield
 
     def abandon(self, engine: Engine) -> None:
-        for request_id in self._request_ids.values():
-            engine.abort(request_id)
+        """Aborts what was started, and starts nothing more."""
+        self._abandoned = True
+        for request_id in self._request_ids:
+            engine.abort(request_id)  # no effect on one that was not started
 
     @property
     def unfinished(self) -> int:
-        return len(self._valid.keys() - self._outputs.keys())
+        return len(self._items) - len(self._outputs)
 
     def _listener(self, index: int) -> Callable[[StreamEvent], None]:
         def on_event(event: StreamEvent) -> None:
@@ -184,18 +216,6 @@ class _Batch:
         if single and outputs[0].error is not None:
             raise outputs[0].error
         return outputs
-
-
-def _prepare(items: list[Any], params: Sequence[SamplingParams],
-             process: Process) -> list[ProcessedRequest | RequestOutput]:
-    """Each item as a request, or as the output that says why it cannot be one."""
-    prepared: list[ProcessedRequest | RequestOutput] = []
-    for item, its_params in zip(items, params, strict=True):
-        try:
-            prepared.append(process(item, its_params))
-        except RequestError as error:
-            prepared.append(failed_output(item, error))
-    return prepared
 
 
 def _is_last(event: StreamEvent) -> bool:

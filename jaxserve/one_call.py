@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import operator
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Any
 
@@ -44,40 +44,47 @@ def generate(model: str | PathLike[str], prompts: Prompt | Iterable[Prompt], *,
     EngineConfig.from_options(engine_options)
     if sampling_params is None or options:
         sampling_params = one_params(sampling_params, options)
-    with _kept.use(model, engine_options) as llm:
+    lease = threading.Lock()
+    lease.acquire()
+    try:
+        llm = _kept.take(lease, model, engine_options)
         return llm.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+    finally:
+        # Python looks for an interrupt after calls and as a function begins. There is neither before this one, so it
+        # is made however the block has ended; within a context manager there would be.
+        lease.release()
 
 
 class _KeptEngine:
-    """The engine of the last call, and how many calls use it."""
+    """The engine of the last call, and the leases of the calls that use it.
+
+    A lease is a lock that a call holds until it ends. Bare locks alone: an interrupt cannot leave them half done, as it
+    can a Condition.
+    """
 
     def __init__(self) -> None:
         self._entry = threading.Lock()  # whoever waits for the engine to be idle keeps newcomers from using it
-        self._changed = threading.Condition()
-        self._users = 0
+        self._leases: list[threading.Lock] = []
         self._key: Any = None
         self._llm: LLM | None = None
 
-    @contextlib.contextmanager
-    def use(self, model: str | PathLike[str], options: dict[str, Any]) -> Iterator[LLM]:
-        """The engine for a model and engine options, made if it is not the kept one, and not closed meanwhile."""
+    def take(self, lease: threading.Lock, model: str | PathLike[str], options: dict[str, Any]) -> LLM:
+        """The engine for a model and engine options, made if it is not the kept one. It is not closed until `lease`,
+        which the caller holds, is released."""
         key = (str(model), tuple(sorted(options.items())))
         with self._entry:
+            # No comprehension: an interrupt within one can leave a `with` of Python 3.12 without unlocking.
+            self._leases = list(filter(operator.methodcaller("locked"), self._leases))
             llm = self._llm
             if llm is None or llm.closed or self._key != key:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._users == 0)
+                for other in self._leases:
+                    with other:  # waits for its call's end
+                        pass
                 self.close()
                 llm = LLM(model, **options)
                 self._key, self._llm = key, llm
-            with self._changed:
-                self._users += 1
-        try:
-            yield llm
-        finally:
-            with self._changed:
-                self._users -= 1
-                self._changed.notify_all()
+            self._leases.append(lease)
+        return llm
 
     def close(self) -> None:
         """Closes the kept engine, whether it is in use or not."""

@@ -137,13 +137,14 @@ class SamplingParams:
         if self.logit_bias is not None:
             self._set("logit_bias", _logit_bias(self.logit_bias))
         if self.allowed_token_ids is not None:
-            self._set("allowed_token_ids", check_token_ids("allowed_token_ids", self.allowed_token_ids))
+            self._set("allowed_token_ids",
+                      check_token_ids("allowed_token_ids", self.allowed_token_ids, in_order=False))
             if not self.allowed_token_ids:
                 raise RequestError(
                     "allowed_token_ids is empty, so no token could be generated; leave it out to allow all",
                     "allowed_token_ids")
         if self.stop_token_ids is not None:
-            ids = check_token_ids("stop_token_ids", self.stop_token_ids)
+            ids = check_token_ids("stop_token_ids", self.stop_token_ids, in_order=False)
             if len(ids) > MAX_STOP_TOKEN_IDS:
                 raise RequestError(
                     f"stop_token_ids has {len(ids)} ids, at most {MAX_STOP_TOKEN_IDS} are allowed", "stop_token_ids")
@@ -223,9 +224,12 @@ def check_text(param: str, value: object) -> str:
     return value
 
 
-def check_token_ids(param: str, value: object) -> tuple[int, ...]:
-    """Returns `value` as a tuple of ids >= 0, from any sized collection of integers; RequestError otherwise."""
-    if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
+def check_token_ids(param: str, value: object, *, in_order: bool = True) -> tuple[int, ...]:
+    """Returns `value` as a tuple of ids >= 0, from a sequence or an array of integers, or, where their order does not
+    matter, from any sized collection of them; RequestError otherwise."""
+    if hasattr(value, "tolist"):  # an array's; a jax array's own items would be arrays
+        value = value.tolist()
+    if not isinstance(value, Sequence if in_order else Collection) or isinstance(value, str | bytes | Mapping):
         raise RequestError(f"{param} must be a list of token ids, got {shortened(value)}", param)
     ids = tuple(value)
     if not all(type(i) is int for i in ids):  # the usual case costs no call per id: prompts are long

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,6 @@ class Tokenizer:
             [AddedToken(t, special=True, normalized=False) for t in known.values() if t not in marked])
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self.bos_id: int | None = backend.token_to_id(known["bos_token"]) if "bos_token" in known else None
         eos = backend.token_to_id(known["eos_token"]) if "eos_token" in known else None
         self.eos_ids: frozenset[int] = frozenset(eos_ids) | (frozenset() if eos is None else {eos})
         self._bound = token_bound(backend)
@@ -165,28 +163,6 @@ class Tokenizer:
 
     def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str | None]:
         return [self._backend.id_to_token(i) for i in ids]
-
-    @cached_property
-    def vocabulary(self) -> dict[str, int]:
-        """Token -> id, added tokens included."""
-        return self._backend.get_vocab(with_added_tokens=True)
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        **template_kwargs: Any,
-    ) -> list[int]:
-        """Ids of a conversation; arguments and errors as in `render_chat`. BOS is there if the template writes it
-        (as nearly all do), never twice."""
-        text = self.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-            tools=tools, chat_template=chat_template, **template_kwargs)
-        return self.encode(text, add_special_tokens=False, param="messages")
 
     def render_chat(
         self,
@@ -301,9 +277,12 @@ def _renderer() -> Callable[..., Any]:
 
 def _import_transformers() -> None:
     """Imports transformers without its advice to install PyTorch, which we neither need nor want."""
-    advice = "PyTorch was not found"
-    logging.getLogger("transformers").addFilter(lambda record: advice not in record.getMessage())
+    logging.getLogger("transformers").addFilter(_is_no_advice)  # no effect if it is there already
     import transformers  # noqa: F401
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return "PyTorch was not found" not in record.getMessage()
 
 
 def _read_backend(path: Path) -> Backend:

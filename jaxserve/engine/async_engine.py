@@ -1,7 +1,8 @@
 """The engine's thread. All faces (blocking, streaming, asyncio, servers) talk to it through an inbox.
 
 A thread and not a process: nothing to pickle, errors keep their traceback, and a notebook's event loop
-or interrupt cannot reach into a step. Callbacks run in this thread and only hand over to queues.
+or interrupt cannot reach into a step. Callbacks run in this thread and only hand over to queues; those
+about what came as the engine ended may run in the thread that it came from.
 
 Whatever happens to the thread, nobody waits for it in vain: what it was asked for and cannot do any more
 ends with an error.
@@ -54,7 +55,7 @@ class EngineThread:
         self._closing = False
         self._finished = False
         self._fault: BaseException | None = None
-        self._ended: list[Callable[[BaseException | None], None]] = []
+        self._end_listeners: queue.SimpleQueue[Callable[[BaseException | None], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
@@ -106,8 +107,11 @@ class EngineThread:
         self._post(_Task(function, lambda _: None))
 
     def on_end(self, function: Callable[[BaseException | None], None]) -> None:
-        """Calls `function`, which must not raise, as the engine's thread ends, with the fault that ended it."""
-        self._ended.append(function)
+        """Calls `function`, once, as the engine's thread ends, with the fault that ended it; at once and in this thread
+        if it has ended already. What `function` raises is logged."""
+        self._end_listeners.put(function)
+        if self._finished:  # it came too late for the thread; if not, the thread has seen it
+            self._tell_end()
 
     def close(self) -> None:
         """Aborts what runs, ends the thread and frees the engine. Twice is fine."""
@@ -155,6 +159,7 @@ class EngineThread:
             logger.exception("closing the engine has failed")
         self._finished = True
         self._refuse_rest()
+        self._tell_end()
 
     def _turn(self) -> bool:
         """Does what it is asked for, then one step. False when there is no more to come."""
@@ -181,9 +186,21 @@ class EngineThread:
             else:
                 self._core.fail_all(fault)
         finally:
-            for function in self._ended:
-                function(fault)
-            self._on_close()
+            try:
+                self._tell_end()
+            finally:
+                self._on_close()
+
+    def _tell_end(self) -> None:
+        while True:
+            try:
+                function = self._end_listeners.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                function(self._fault)
+            except Exception:  # no reason to keep the end from the others
+                logger.exception("a listener to the engine's end has failed")
 
     def _refuse_rest(self) -> None:
         while True:

@@ -24,23 +24,12 @@ from jaxserve.engine.stop_strings import StopMatcher, StopStrings
 
 
 class TextTokenizer(Protocol):
-    """What the engine needs of a tokenizer. `decode` must not clean up spaces before punctuation."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def eos_ids(self) -> frozenset[int]: ...
+    """What it takes to tell each id's text. `decode` must not clean up spaces before punctuation."""
 
     @property
     def special_ids(self) -> frozenset[int]: ...
 
-    @property
-    def chars_per_token(self) -> int: ...
-
-    def least_tokens(self, text: str) -> int: ...
-
-    def encode(self, text: str, add_special_tokens: bool = True, param: str = "prompt") -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True

@@ -10,10 +10,9 @@ import itertools
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from jaxserve.config import ResolvedConfig
-from jaxserve.engine.detokenizer import TextTokenizer
 from jaxserve.engine.request import SequenceOptions
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.sampling_params import (
@@ -34,6 +33,23 @@ CHEAP_CHARS = 1 << 20
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
+class PromptTokenizer(Protocol):
+    """What it takes to make prompts and to check options."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
+
+    @property
+    def chars_per_token(self) -> int: ...
+
+    def least_tokens(self, text: str) -> int: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True, param: str = "prompt") -> list[int]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessedRequest:
     """A valid request.
@@ -52,7 +68,7 @@ class ProcessedRequest:
 
 
 def eos_token_ids(
-    tokenizer: TextTokenizer | None,
+    tokenizer: PromptTokenizer | None,
     generation_config: Mapping[str, Any],
     model_config: Mapping[str, Any],
     vocab_size: int,
@@ -87,7 +103,7 @@ class Processor:
 
     def __init__(
         self,
-        tokenizer: TextTokenizer | None,
+        tokenizer: PromptTokenizer | None,
         config: ResolvedConfig,
         eos_ids: frozenset[int],
         generation_config: Mapping[str, Any],

@@ -150,7 +150,7 @@ def test_tokenize_and_detokenize(client, llm):
     ids = client.tokenize("Hé 🎉")
     assert ids == llm.tokenizer.encode("Hé 🎉")
     assert client.detokenize(ids) == "Hé 🎉"
-    assert client.tokenize(MESSAGES) == llm.tokenizer.apply_chat_template(MESSAGES)
+    assert client.tokenize(MESSAGES) == llm.chat_token_ids(MESSAGES)
     with pytest.raises(RequestError, match="surrogate"):
         client.generate("\ud800", use_tqdm=False)
 

@@ -20,13 +20,14 @@ USER = {"role": "user", "content": "hi"}
 
 def test_forms_of_prompts(llm):
     ids = list(b"hello")
-    forms = ["hello", ids, tuple(ids), np.array(ids), {"prompt": "hello"}, {"prompt_token_ids": ids}]
+    forms = ["hello", ids, tuple(ids), np.array(ids), {"prompt": "hello"}, {"prompt_token_ids": ids}, jnp.array(ids),
+             {"prompt_token_ids": np.array(ids)}]
     each = [llm.generate(form, PARAMS, use_tqdm=False)[0] for form in forms]
     together = llm.generate(forms, PARAMS, use_tqdm=False)
     lazily = llm.generate((form for form in forms), PARAMS, use_tqdm=False)
     for outputs in (each, together, lazily):
-        assert [output.prompt_token_ids for output in outputs] == [ids] * 6
-        assert [output.prompt for output in outputs] == ["hello", None, None, None, "hello", None]
+        assert [output.prompt_token_ids for output in outputs] == [ids] * 8
+        assert [output.prompt for output in outputs] == ["hello", None, None, None, "hello", None, None, None]
         assert {output.text for output in outputs} == {each[0].text}
 
 
@@ -35,7 +36,9 @@ def test_no_prompts(llm):
     assert llm.chat([], PARAMS, use_tqdm=False) == []
 
 
-@pytest.mark.parametrize("prompts", [5, np.array(5), jnp.array(5), None, 1.5, b"text"], ids=repr)
+@pytest.mark.parametrize("prompts", [
+    5, np.array(5), jnp.array(5), None, 1.5, b"text", {9, 3, 200, 100}, frozenset({"a", "b"}), {"prompt_token_ids": {9, 3}},
+    {"prompt_token_ids": np.array([1.0, 2.0])}, {"prompt_token_ids": np.array([[1, 2]])}], ids=repr)
 def test_what_is_no_prompt(llm, prompts):
     with pytest.raises(RequestError, match="prompt"):
         llm.generate(prompts, PARAMS, use_tqdm=False)

@@ -95,9 +95,19 @@ def test_leaving_an_async_stream_aborts_it(llm, how):
     assert all_pages_free(llm)
 
 
-def test_an_invalid_async_request_fails_at_the_call(llm):
-    with pytest.raises(RequestError, match="at most 127"):
-        llm.astream(prompt_ids(128))
+def test_an_async_request_is_checked_in_another_thread(llm, monkeypatch):
+    threads = []
+    process = llm.process_chat
+    monkeypatch.setattr(llm, "process_chat", lambda *args, **options: (
+        threads.append(threading.current_thread()), process(*args, **options))[1])
+
+    async def main():
+        with pytest.raises(RequestError, match="at most 127"):
+            await collect(llm.astream(prompt_ids(128)))
+        await collect(llm.astream_chat([{"role": "user", "content": "hi"}], SHORT))
+
+    asyncio.run(main())
+    assert len(threads) == 1 and threads[0] is not threading.current_thread()
 
 
 def test_async_chat(llm):

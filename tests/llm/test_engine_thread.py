@@ -81,6 +81,31 @@ def test_it_frees_the_engine_last():
     assert order == ["abort", None, "free"]
 
 
+def test_a_listener_that_fails_keeps_the_end_from_nobody(caplog):
+    order = []
+    thread = EngineThread(Core(), on_close=lambda: order.append("free"))
+    thread.on_end(lambda _: 1 / 0)
+    thread.on_end(lambda _: order.append("told"))
+    thread.close()
+    assert order == ["told", "free"]
+    assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("fault", [None, SystemError("bug")])
+def test_who_asks_after_the_end_is_told_at_once(fault):
+    def fail():
+        raise fault
+
+    thread, told = EngineThread(Core(), on_close=lambda: None), []
+    if fault is None:
+        thread.close()
+    else:
+        thread.call_soon(fail)
+        thread._thread.join()
+    thread.on_end(told.append)
+    assert told == [fault]
+
+
 @pytest.mark.parametrize("waiting", [False, True])
 def test_everyone_is_answered_when_it_fails(waiting):
     core, freed, answers = Core(), [], []

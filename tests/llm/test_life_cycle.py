@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import itertools
 import json
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import jaxserve
-from jaxserve import ConfigError, EngineClosedError, SamplingParams
+from jaxserve import ConfigError, EngineClosedError, SamplingParams, one_call
 from tests.llm import tiny
 from tests.llm.tiny import prompt_ids
 
@@ -100,16 +103,18 @@ def test_two_at_once(make_llm, llm, dense):
 # -- the end
 
 
-def test_close_aborts_what_runs(make_llm):
+def test_close_aborts_what_runs(make_llm, monkeypatch):
     llm = make_llm()
     stream = llm.stream([1], LONG)
     next(stream)
     waiting = [llm.stream([i], LONG) for i in range(5)]
-    results = []
+    results, submitted = [], threading.Semaphore(0)
+    submit = llm.submit
+    monkeypatch.setattr(llm, "submit", lambda *args, **options: (submit(*args, **options), submitted.release()))
     caller = threading.Thread(target=lambda: results.extend(llm.generate([[1]] * 50, LONG, use_tqdm=False)))
     caller.start()
-    while not llm.metrics()["waiting"] > 40:
-        pass
+    for _ in range(50):
+        submitted.acquire()
     llm.close()
     caller.join()
     assert {output.outputs[0].finish_reason for output in results} <= {"abort", "length"}
@@ -135,13 +140,74 @@ def test_a_closed_engine_says_so(make_llm, tmp_path):
 
 
 @pytest.fixture
+def interrupted():
+    """Runs a function with an interrupt before the given line that it comes to in one_call.py; whether there was one.
+
+    Python looks for one after calls and as a function begins, so neither as `with` leaves its block nor between the end
+    of `try` and the call in `finally`; these lines are spared."""
+    source = inspect.getsource(one_call).splitlines()
+
+    def run(function, number: int) -> bool:
+        lines = itertools.count(1)
+
+        def trace(frame, event, _):
+            if frame.f_code.co_filename != one_call.__file__:
+                return None
+            line = source[frame.f_lineno - 1].strip()
+            if event == "line" and not line.startswith(("with ", "lease.release()")) and next(lines) == number:
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            function()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    return run
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_wherever_an_interrupt_comes_another_model_can_follow(monkeypatch, interrupted, is_new):
+    class Engine:
+        closed = False
+
+        def __init__(self, *_, **__):
+            pass
+
+        def generate(self, *_, **__):
+            return []
+
+        def close(self):
+            self.closed = True
+
+    monkeypatch.setattr(one_call, "LLM", Engine)
+    monkeypatch.setattr(one_call, "_kept", one_call._KeptEngine())
+    number = 1
+    while True:
+        if not is_new:
+            one_call.generate("model", [])
+        was_interrupted = interrupted(lambda: one_call.generate("model", []), number)
+        other = threading.Thread(target=one_call.generate, args=("other", []), daemon=True)
+        other.start()
+        other.join(60)
+        assert not other.is_alive(), number
+        if not was_interrupted:
+            break
+        number += 1
+    assert number > 10
+
+
+@pytest.fixture
 def model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny.CONFIG))
     save_file(tiny.random_tensors(), tmp_path / "model.safetensors")
     tiny.tokenizer().save(tmp_path)
     yield tmp_path
-    from jaxserve import one_call
-
     one_call._kept.close()
 
 

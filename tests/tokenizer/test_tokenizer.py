@@ -36,10 +36,11 @@ def test_lone_surrogates_are_refused(text):
 
 def test_bos_is_added_once_and_only_when_asked():
     tokenizer = byte_level(bos=True)
-    assert tokenizer.encode("hi")[0] == tokenizer.bos_id
-    assert tokenizer.encode("hi").count(tokenizer.bos_id) == 1
-    assert tokenizer.bos_id not in tokenizer.encode("hi", add_special_tokens=False)
-    assert tokenizer.encode("") == [tokenizer.bos_id]
+    bos = tokenizer.token_to_id("<s>")
+    assert tokenizer.encode("hi")[0] == bos
+    assert tokenizer.encode("hi").count(bos) == 1
+    assert bos not in tokenizer.encode("hi", add_special_tokens=False)
+    assert tokenizer.encode("") == [bos]
     assert byte_level().encode("") == []
 
 
@@ -51,7 +52,6 @@ def test_added_tokens_count_in_the_vocabulary():
     assert tokenizer.decode([think]) == "<think>"  # added, but not special
     assert tokenizer.id_to_token(think) == "<think>"
     assert tokenizer.convert_ids_to_tokens([think, tokenizer.vocab_size]) == ["<think>", None]
-    assert tokenizer.vocabulary["<think>"] == think
 
 
 def test_ids_beyond_the_vocabulary_decode_to_nothing():
@@ -115,7 +115,7 @@ def test_directory_equals_transformers(tmp_path):
         assert ids == theirs.encode(text)
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    assert ours.apply_chat_template(messages) == theirs.apply_chat_template(
+    assert ours.encode(ours.render_chat(messages), add_special_tokens=False) == theirs.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False)
 
 
@@ -159,7 +159,7 @@ def test_saved_and_read_again(tmp_path):
                          chat_templates={"default": TEMPLATE, "tool_use": "tools"})
     original.save(tmp_path)
     again = Tokenizer.from_directory(tmp_path)
-    for attribute in ("vocab_size", "eos_ids", "special_ids", "special_tokens", "chat_templates", "vocabulary"):
+    for attribute in ("vocab_size", "eos_ids", "special_ids", "special_tokens", "chat_templates"):
         assert getattr(again, attribute) == getattr(original, attribute)
     assert again.encode("<s>ü 1") == original.encode("<s>ü 1")
 

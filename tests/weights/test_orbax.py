@@ -51,7 +51,7 @@ def test_the_directory_alone_restores_model_config_and_tokenizer(checkpoint):
     assert tokenizer.encode("Grüße\n") == original.encode("Grüße\n")
     assert tokenizer.eos_ids == original.eos_ids and tokenizer.special_tokens == original.special_tokens
     messages = [{"role": "user", "content": "hi"}]
-    assert tokenizer.apply_chat_template(messages) == original.apply_chat_template(messages)
+    assert tokenizer.render_chat(messages) == original.render_chat(messages)
 
 
 def test_restore_converts_and_places(checkpoint):
