@@ -227,8 +227,8 @@ def check_text(param: str, value: object) -> str:
 def check_token_ids(param: str, value: object, *, in_order: bool = True) -> tuple[int, ...]:
     """Returns `value` as a tuple of ids >= 0, from a sequence or an array of integers, or, where their order does not
     matter, from any sized collection of them; RequestError otherwise."""
-    if hasattr(value, "tolist"):  # an array's; a jax array's own items would be arrays
-        value = value.tolist()
+    to_list = getattr(value, "tolist", None)  # an array's; a jax array's own items would be arrays
+    value = value if to_list is None else to_list()
     if not isinstance(value, Sequence if in_order else Collection) or isinstance(value, str | bytes | Mapping):
         raise RequestError(f"{param} must be a list of token ids, got {shortened(value)}", param)
     ids = tuple(value)

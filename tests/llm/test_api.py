@@ -37,7 +37,7 @@ def test_no_prompts(llm):
 
 
 @pytest.mark.parametrize("prompts", [
-    5, np.array(5), jnp.array(5), None, 1.5, b"text", {9, 3, 200, 100}, frozenset({"a", "b"}), {"prompt_token_ids": {9, 3}},
+    5, np.array(5), jnp.array(5), None, 1.5, b"text", {9, 3, 200, 100}, frozenset({"a"}), {"prompt_token_ids": {9, 3}},
     {"prompt_token_ids": np.array([1.0, 2.0])}, {"prompt_token_ids": np.array([[1, 2]])}], ids=repr)
 def test_what_is_no_prompt(llm, prompts):
     with pytest.raises(RequestError, match="prompt"):

@@ -88,7 +88,7 @@ def test_chat_renders_the_models_template(stub, llm):
     request = pb.ChatRequest(conversation=pb.Conversation(messages=[pb.Message(role="user", content="Hi")]),
                              sampling=pb.SamplingParams(max_tokens=1), return_prompt_token_ids=True)
     first = next(iter(stub.Chat(request)))
-    assert list(first.prompt.token_ids) == llm.tokenizer.apply_chat_template(messages)
+    assert list(first.prompt.token_ids) == llm.chat_token_ids(messages)
 
 
 @pytest.mark.parametrize("request_fields, field", [

@@ -55,9 +55,9 @@ def test_tokenize_and_detokenize(server, http):
     assert http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": text}
     messages = [{"role": "user", "content": "Hi"}]
     answer = http.post("/tokenize", json={"messages": messages}).json()
-    assert answer["tokens"] == server.llm.tokenizer.apply_chat_template(messages)
+    assert answer["tokens"] == server.llm.chat_token_ids(messages)
     answer = http.post("/tokenize", json={"messages": messages, "add_generation_prompt": False}).json()
-    assert answer["tokens"] == server.llm.tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    assert answer["tokens"] == server.llm.chat_token_ids(messages, add_generation_prompt=False)
     for path, body in (("/tokenize", {}), ("/tokenize", {"prompt": [1]}), ("/detokenize", {"tokens": "a"}),
                        ("/detokenize", {"tokens": [-1]}), ("/tokenize", {"prompt": "a", "x": 1})):
         assert http.post(path, json=body).status_code == 400
