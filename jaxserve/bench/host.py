@@ -47,8 +47,8 @@ def _decode(running: int, steps: int) -> dict[str, list[float]]:
     rng = np.random.default_rng(0)
     for seq_id in range(running):
         prompt = rng.integers(300, 49_000, PROMPT_LEN).tolist()
-        scheduler.add(Sequence(seq_id, PROMPT_LEN, prompt, SequenceOptions(max_tokens=config.max_model_len),
-                               arrival=seq_id))
+        options = SequenceOptions(max_tokens=config.max_model_len - PROMPT_LEN)
+        scheduler.add(Sequence(seq_id, PROMPT_LEN, prompt, options, arrival=seq_id))
     plan = _next(scheduler)
     while scheduler.num_waiting or plan.prefills:
         scheduler.commit(plan, _ids(plan))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from jaxserve.config import ResolvedConfig
 from jaxserve.engine.output_builder import LogprobRow, RequestState
 from jaxserve.engine.request import Sequence, StepPlan
-from jaxserve.engine.results import LogprobRows, StepResult
+from jaxserve.engine.results import Fault, LogprobRows, StepResult
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import EngineError, JaxserveError, QueueFullError, RequestError
 from jaxserve.outputs import StreamEvent
@@ -75,6 +75,14 @@ class Request:
         self.patient = patient
         self.sequences: list[Sequence] = []
 
+    @property
+    def num_sequences(self) -> int:
+        return len(self.state.processed.options)
+
+    @property
+    def priority(self) -> int:
+        return self.state.processed.params.priority
+
 
 class EngineCore:
     """Owns the scheduler and the steps in flight. One thread calls it.
@@ -89,7 +97,7 @@ class EngineCore:
         self.scheduler = scheduler
         self._runner = runner
         self._requests: dict[str, Request] = {}
-        self._backlog: deque[Request] = deque()  # patient requests that the queue has no room for
+        self._backlog: list[Request] = []  # patient requests that the queue had no room for, most important first
         self._of_sequence: dict[int, tuple[Request, int]] = {}
         self._seq_ids = itertools.count()
         self._in_flight: tuple[StepPlan, Any] | None = None  # and what the runner launched for it
@@ -110,17 +118,18 @@ class EngineCore:
             self._emit(request, request.state.fail(RequestError(f"request id {request_id!r} is in use", "request_id")))
             return
         self._requests[request_id] = request
-        num_sequences, limit = len(request.state.processed.options), self.scheduler.config.max_waiting_requests
-        if num_sequences > limit:
-            self._fail(request, RequestError(f"n={num_sequences}, but the engine queues at most {limit} sequences "
-                                             f"(max_waiting_requests)", "n"))
-        elif not self._backlog and num_sequences <= self.scheduler.queue_room:
+        limit, fits = self.scheduler.config.max_waiting_requests, request.num_sequences <= self.scheduler.queue_room
+        if request.num_sequences > limit:
+            self._fail(request, RequestError(f"n={request.num_sequences}, but the engine queues at most {limit} "
+                                             f"sequences (max_waiting_requests)", "n"))
+        elif fits and not (request.patient and self._backlog):  # who cannot wait may go before those who can
             self._queue(request)
         elif request.patient:
-            self._backlog.append(request)
+            insort(self._backlog, request, key=lambda other: other.priority)
         else:
-            self._fail(request, QueueFullError(f"the waiting queue is full (max_waiting_requests={limit}); "
-                                               f"try again later"))
+            self._fail(request, QueueFullError(
+                f"the waiting queue is full: it has room for {self.scheduler.queue_room} of {request.num_sequences} "
+                f"sequences (max_waiting_requests={limit}); try again later"))
 
     def abort(self, request_id: str) -> None:
         """Ends a request in whatever state it is; unknown and ended ones are fine."""
@@ -164,8 +173,8 @@ class EngineCore:
             self._fail(request, error)
 
     def _feed_backlog(self) -> None:
-        while self._backlog and len(self._backlog[0].state.processed.options) <= self.scheduler.queue_room:
-            self._queue(self._backlog.popleft())
+        while self._backlog and self._backlog[0].num_sequences <= self.scheduler.queue_room:
+            self._queue(self._backlog.pop(0))
 
     def _fail(self, request: Request, error: Exception) -> None:
         events = request.state.fail(error)
@@ -235,17 +244,25 @@ class EngineCore:
         return plan
 
     def _take(self, plan: StepPlan, result: StepResult) -> None:
-        for seq_id in result.failed:
-            if seq_id in self._of_sequence:
-                self.num_not_finite += 1
-                self._fail(self._of_sequence[seq_id][0], EngineError(
-                    "the model's logits are not finite (NaN or infinite) for this request"))
         for seq_id, (start, rows) in result.prompt_logprobs.items():
             if seq_id in self._of_sequence:
                 self._of_sequence[seq_id][0].state.add_prompt_logprobs(start + 1, _logprob_rows(rows))
         for seq, ids in self.scheduler.commit(plan, result.token_ids):
             rows = result.logprobs.get(seq.seq_id)
             self._append(seq, ids, None if rows is None else _logprob_rows(rows))
+        for seq_id, fault in result.failed.items():
+            if seq_id in self._of_sequence:  # it has not ended before
+                self._fail_for(fault, self._of_sequence[seq_id][0])
+
+    def _fail_for(self, fault: Fault, request: Request) -> None:
+        if fault is Fault.NOT_FINITE:
+            self.num_not_finite += 1
+            self._fail(request, EngineError("the model's logits are not finite (NaN or infinite) for this request"))
+        else:
+            # The processor refuses what leaves nothing from the start; a bad word of several tokens shows on the way.
+            self._fail(request, RequestError(
+                "no token is left to generate: after the text so far, bad_words and allowed_token_ids (or min_tokens, "
+                "until which EOS and stop_token_ids are masked) exclude every id", "bad_words"))
 
     def _append(self, seq: Sequence, ids: list[int], logprobs: list[LogprobRow] | None) -> None:
         if seq.seq_id not in self._of_sequence:
@@ -261,7 +278,7 @@ class EngineCore:
             return
         if event.finish_reason is not None:
             # Ended by EOS or length, which the scheduler knows, or by a stop string, which it does not.
-            self.scheduler.finish(seq, event.finish_reason, event.stop_reason)
+            self.scheduler.finish(seq)
             del self._of_sequence[seq.seq_id]
             if request.state.finished:
                 self._forget(request)

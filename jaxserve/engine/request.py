@@ -1,7 +1,7 @@
 """One sequence in the engine, and what the scheduler decides about it.
 
-A user's request with n completions is n sequences with the same prompt (a SequenceGroup in the
-processor's hands); the scheduler only sees sequences.
+A user's request with n completions is n sequences with the same prompt (see `core.Request`); the scheduler
+only sees sequences.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-
-from jaxserve.outputs import FinishReason
 
 
 class Status(enum.Enum):
@@ -59,8 +57,7 @@ class Sequence:
     Attributes:
         seq_id: unique per submission, never reused; the user's request id lives outside the scheduler.
         token_ids: prompt, then the generated ids that have reached the host.
-        max_len: the sequence ends when it has this many tokens. `prompt_len + max_tokens`; the scheduler
-            lowers it to max_model_len.
+        max_len: the sequence ends when it has this many tokens: `prompt_len + max_tokens`.
         num_computed: tokens whose K/V rows are in pages or are being written by a launched step.
         num_sampled_in_flight: ids sampled on the device that have not reached the host yet. So
             `len(token_ids) + num_sampled_in_flight` tokens are known to the device.
@@ -96,8 +93,6 @@ class Sequence:
     num_cached_tokens: int = 0
     generation: int = 0
     overtaken: int = 0
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
 
     def __post_init__(self) -> None:
         self.max_len = self.prompt_len + self.options.max_tokens
@@ -106,11 +101,6 @@ class Sequence:
     def num_known(self) -> int:
         """Tokens that the device knows: the host's, and those sampled but not fetched yet."""
         return len(self.token_ids) + self.num_sampled_in_flight
-
-    @property
-    def num_output(self) -> int:
-        """Generated tokens, those in flight included."""
-        return self.num_known - self.prompt_len
 
 
 class ScheduledRow(NamedTuple):  # a third of the cost of a frozen dataclass, and there are hundreds a step
@@ -139,7 +129,6 @@ class StepPlan:
         sequence's pages, and the last row, are the dummy page 0; rows of slots in no plan are stale.
     """
 
-    step_id: int
     decodes: tuple[ScheduledRow, ...] = ()
     prefills: tuple[ScheduledRow, ...] = ()
     decode_steps: int = 1

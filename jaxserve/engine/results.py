@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 import numpy as np
+
+
+class Fault(enum.IntEnum):
+    """Why a row has no id; it stands in the id's place. 0 and above are ids."""
+
+    NOT_FINITE = -1    # the logits hold NaN or +inf, or nothing finite
+    NOTHING_LEFT = -2  # the request's own masks exclude every id
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +36,14 @@ class StepResult:
     """Results by seq_id.
 
     Attributes:
-        token_ids: ids of rows that sampled, one a decode step.
-        failed: sequences whose logits were not finite; their ids mean nothing.
+        token_ids: ids of rows that sampled, one a decode step; none from a fault on.
+        failed: why the ids of a sequence stop short. It has failed unless it ends with those before.
         logprobs: of the sampled ids, for sequences that asked.
         prompt_logprobs: (start, rows): row i is about the token at position start + i + 1; for sequences
             that asked and had prompt tokens in this step.
     """
 
     token_ids: dict[int, list[int]] = field(default_factory=dict)
-    failed: set[int] = field(default_factory=set)
+    failed: dict[int, Fault] = field(default_factory=dict)
     logprobs: dict[int, LogprobRows] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[int, LogprobRows]] = field(default_factory=dict)

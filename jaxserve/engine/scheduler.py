@@ -28,8 +28,7 @@ from jaxserve.config import ResolvedConfig
 from jaxserve.engine.page_pool import PagePool
 from jaxserve.engine.request import ScheduledRow, Sequence, Status, StepPlan
 from jaxserve.engine.waiting_queue import MAX_OVERTAKES, WaitingQueue, importance, remove_sorted
-from jaxserve.errors import ConfigError, QueueFullError, RequestError
-from jaxserve.outputs import FinishReason
+from jaxserve.errors import ConfigError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -59,17 +58,12 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # most important first
         self._free_slots = list(range(config.max_num_seqs))  # a heap
-        self._next_step_id = 0
         # A deterministic hit ends where a block of prefill rows does, so that a block holds the same
         # tokens whether those before it were hit or computed.
         unit = math.lcm(config.page_size, config.query_block) if config.deterministic else config.page_size
         self._hit_unit = unit // config.page_size  # in pages
 
     # -- what is there
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._live)
 
     @property
     def num_waiting(self) -> int:
@@ -82,41 +76,27 @@ class Scheduler:
 
     @property
     def queue_room(self) -> int:
-        """How many more sequences `add` takes now."""
+        """How many more sequences may be added now."""
         return max(0, self.config.max_waiting_requests - len(self._waiting))
 
     # -- arrivals and ends
 
     def add(self, seq: Sequence) -> None:
-        """Queues a sequence.
+        """Queues a sequence, valid but for its pages; there is `queue_room` for it.
 
         Raises:
-            RequestError: it can never run: no room for even one new token within max_model_len, more
-                pages than the pool has, or a priority without priority scheduling.
-            QueueFullError: max_waiting_requests are waiting.
+            RequestError: it can never run: it needs more pages than the pool has.
         """
-        assert seq.seq_id not in self._live and seq.status is Status.WAITING and seq.prompt_len > 0
         config, pool = self.config, self.pool
-        if seq.options.priority and config.scheduling_policy != "priority":
-            raise RequestError(
-                f"priority={seq.options.priority} needs scheduling_policy='priority'; the engine runs "
-                f"'{config.scheduling_policy}'", "priority")
-        max_len = min(seq.max_len, config.max_model_len)
-        if max_len <= seq.prompt_len:
-            raise RequestError(
-                f"the prompt has {seq.prompt_len} tokens and max_tokens is {seq.options.max_tokens}, so nothing "
-                f"can be generated within max_model_len={config.max_model_len}; shorten the prompt", "prompt")
-        needed = pool.pages_for(max_len - 1)  # the last token's K/V is never used
+        assert seq.seq_id not in self._live and seq.status is Status.WAITING and self.queue_room
+        assert 0 < seq.prompt_len < seq.max_len <= config.max_model_len
+        assert not seq.options.priority or config.scheduling_policy == "priority"
+        needed = pool.pages_for(seq.max_len - 1)  # the last token's K/V is never used
         if needed > pool.num_pages - 1:
             raise RequestError(
-                f"prompt and output of up to {max_len} tokens need {needed} KV pages of {config.page_size} "
+                f"prompt and output of up to {seq.max_len} tokens need {needed} KV pages of {config.page_size} "
                 f"tokens, but the pool has {pool.num_pages - 1}; lower max_tokens, shorten the prompt or give "
                 f"the engine more pages (num_pages, kv_cache_memory_bytes)", "max_tokens")
-        if not self.queue_room:
-            raise QueueFullError(
-                f"{len(self._waiting)} requests are waiting, the limit is max_waiting_requests="
-                f"{config.max_waiting_requests}; try again later")
-        seq.max_len = max_len
         self._live[seq.seq_id] = seq
         self._waiting.push(seq)
 
@@ -124,10 +104,10 @@ class Scheduler:
         """Ends a sequence in whatever state it is. None if it has ended already or never was."""
         seq = self._live.get(seq_id)
         if seq is not None:
-            self.finish(seq, "abort")
+            self.finish(seq)
         return seq
 
-    def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+    def finish(self, seq: Sequence) -> None:
         """Ends a sequence and gives back all it holds. No effect on one that has ended."""
         if seq.status is Status.FINISHED:
             return
@@ -139,7 +119,6 @@ class Scheduler:
         del self._live[seq.seq_id]
         seq.status = Status.FINISHED
         seq.num_sampled_in_flight = 0
-        seq.finish_reason, seq.stop_reason = reason, stop_reason
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache. Running sequences go on, but publish nothing more."""
@@ -158,13 +137,11 @@ class Scheduler:
             self._to_queue(seq)
         self.pool.reset()
 
-    def fail_all(self) -> list[Sequence]:
-        """The device's pool is lost, for good: ends every sequence with "error" and returns them."""
-        failed = list(self._live.values())
-        for seq in failed:
-            self.finish(seq, "error")
+    def fail_all(self) -> None:
+        """The device's pool is lost, for good: ends every sequence."""
+        for seq in list(self._live.values()):
+            self.finish(seq)
         self.pool.reset()
-        return failed
 
     # -- one step
 
@@ -197,9 +174,8 @@ class Scheduler:
             rows = self._advance_many(decodes)
         else:
             rows = [self._advance(seq, 1) for seq in decodes]
-        self._next_step_id += 1
         return StepPlan(
-            step_id=self._next_step_id - 1, decodes=tuple(rows), prefills=tuple(prefills),
+            decodes=tuple(rows), prefills=tuple(prefills),
             decode_steps=self.config.decode_steps if any(r.num_tokens > 1 for r in rows) else 1,
             admitted=tuple(admitted), block_tables=self.block_tables)
 
@@ -207,8 +183,8 @@ class Scheduler:
         """Takes the ids that a step sampled, in the order of launch.
 
         Args:
-            sampled: ids by seq_id for the rows with `samples`. A row's ids beyond its num_tokens are
-                ignored, and rows of sequences that have ended since.
+            sampled: ids by seq_id for the rows with `samples`; fewer, or none, of a row that failed on the way. A
+                row's ids beyond its num_tokens are ignored, and rows of sequences that have ended since.
 
         Returns:
             (sequence, its new ids) for each row that brought ids, in the plan's order. Ids after the
@@ -222,7 +198,8 @@ class Scheduler:
             # A chunk samples one id, a decode row as many as it computes.
             count = row.num_tokens if plan.decode_steps > 1 else 1
             seq.num_sampled_in_flight -= count
-            results.append((seq, self._append(seq, sampled[seq.seq_id][:count])))
+            if ids := sampled[seq.seq_id][:count]:
+                results.append((seq, self._append(seq, ids)))
         return results
 
     # -- checks
@@ -473,16 +450,11 @@ class Scheduler:
         for index, token in enumerate(ids):
             seq.token_ids.append(token)
             num_output = len(seq.token_ids) - seq.prompt_len
-            stop_reason = None
-            if num_output > options.min_tokens and (token in options.eos_ids or token in options.stop_ids):
-                reason: FinishReason = "stop"
-                stop_reason = None if token in options.eos_ids else token
-            elif len(seq.token_ids) >= seq.max_len:
-                reason = "length"
-            else:
-                continue
-            self._publish(seq)
-            self.finish(seq, reason, stop_reason)
-            return ids[:index + 1]
+            may_stop = num_output > options.min_tokens
+            if (len(seq.token_ids) >= seq.max_len
+                    or may_stop and (token in options.eos_ids or token in options.stop_ids)):
+                self._publish(seq)
+                self.finish(seq)
+                return ids[:index + 1]
         self._publish(seq)
         return ids

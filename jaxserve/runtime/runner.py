@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxserve.config import ResolvedConfig
 from jaxserve.engine.request import ScheduledRow, StepPlan
-from jaxserve.engine.results import LogprobRows, StepResult
+from jaxserve.engine.results import Fault, LogprobRows, StepResult
 from jaxserve.errors import ConfigError
 from jaxserve.models.params import DecoderParams
 from jaxserve.runtime.batch import pack
@@ -26,7 +26,7 @@ from jaxserve.runtime.executables import Executables, compilations
 from jaxserve.runtime.host_memory import give_back
 from jaxserve.runtime.programs import ADMIT, EnginePlan
 from jaxserve.runtime.state import DeviceState
-from jaxserve.runtime.step import FAILED, StepOutput
+from jaxserve.runtime.step import StepOutput
 from jaxserve.sampling import slots as slot_state
 
 
@@ -70,9 +70,9 @@ class Runner:
         self._init_state = jax.jit(plan.init_state, out_shardings=jax.sharding.SingleDeviceSharding(plan.device))
         # XLA's CPU client runs a program whose inputs are not ready yet on one of its own worker threads,
         # which then lacks in the matrix products: on two cores a step takes 1.7x as long. So on CPUs a step
-        # is only started when the one before it is done; the host's work still overlaps with it.
+        # is only started when its state is there: the step before it and uploads of slots are done. The host's
+        # work still overlaps with them.
         self._one_at_a_time = plan.device.platform == "cpu"
-        self._last_output: jax.Array | None = None
         self.steps = self.rows_real = self.rows_padded = 0
         self.waited = 0.0
         self._compilations_at_warmup: int | None = None
@@ -122,10 +122,9 @@ class Runner:
         bucket = choose_bucket(self.plan.buckets, len(decodes), prefill_rows)
         batch = pack(decodes, prefills, bucket, block_tables, self._query_block)
         executable = self._executables.get(bucket)
-        if self._one_at_a_time and self._last_output is not None:
-            self._wait_for(self._last_output)
+        if self._one_at_a_time:
+            self._wait_for(self.state)
         self.state, output = executable(self._weights, self.state, batch)
-        self._last_output = output.token_ids
         self.steps += 1
         rows = (*decodes, *prefills)
         self.rows_real += sum(row.num_tokens for row in rows)
@@ -146,9 +145,9 @@ class Runner:
             self._read(launch, result)
         return result
 
-    def _wait_for(self, output: jax.Array) -> None:
+    def _wait_for(self, arrays: Any) -> None:
         started = time.perf_counter()
-        output.block_until_ready()
+        jax.block_until_ready(arrays)
         self.waited += time.perf_counter() - started
 
     def _read(self, launch: _Launch, result: StepResult) -> None:
@@ -163,9 +162,10 @@ class Runner:
                 continue
             count = row.num_tokens if launch.bucket.decode_steps > 1 else 1
             sampled = ids[:count, at].tolist()
-            if FAILED in sampled:
-                result.failed.add(seq_id)
-                sampled = [max(token, 0) for token in sampled]
+            fault_at = next((k for k, token in enumerate(sampled) if token < 0), None)
+            if fault_at is not None:
+                result.failed[seq_id] = Fault(sampled[fault_at])
+                del sampled[fault_at:]
             result.token_ids[seq_id] = sampled
             if options.logprobs is not None:
                 logprobs = logprobs or _to_numpy(launch.output.logprobs)
@@ -227,7 +227,7 @@ class Runner:
         """Frees the state's device memory and forgets the parameters."""
         self._delete_state()
         self._executables.clear()
-        self._weights = self._last_output = None  # type: ignore[assignment]
+        self._weights = None  # type: ignore[assignment]
         give_back()
 
 

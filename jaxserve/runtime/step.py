@@ -25,17 +25,14 @@ from jaxserve.runtime.state import DeviceState
 from jaxserve.sampling.sampler import LogprobOutput, gather_logprobs, sample
 from jaxserve.sampling.slots import Int
 
-FAILED = -1  # in StepOutput.token_ids: the row's logits were not finite
-
 
 @struct.dataclass
 class StepOutput:
     """K is the bucket's decode_steps, S its sequences, Q its prefill rows.
 
-    token_ids: i32[K, S], the sampled ids; FAILED for a row with NaN or infinite logits; 0 where nothing
-        was sampled. logprobs: leading axes [K, S], zeros unless a row asked. prompt_logprobs: leading axis
-        [Q], for prefill row r the entry of the token that follows it; zeros unless asked; None without
-        prefill rows.
+    token_ids: i32[K, S], the sampled ids, or an `engine.results.Fault`; 0 where nothing was sampled. logprobs:
+        leading axes [K, S], zeros unless a row asked. prompt_logprobs: leading axis [Q], for prefill row r the
+        entry of the token that follows it; zeros unless asked; None without prefill rows.
     """
 
     token_ids: jax.Array
@@ -128,7 +125,7 @@ def _forward(spec: StepSpec, bucket: Bucket, params: DecoderParams, state: Devic
     prompt_logprobs = None
     if bucket.prefill_rows:
         prompt_logprobs = _prompt_logprobs(spec, params, slots, hidden[D:], row_slot[D:], positions[D:])
-    return (DeviceState(pool=pool, slots=new_slots), jnp.where(samples & sampled.bad, FAILED, ids),
+    return (DeviceState(pool=pool, slots=new_slots), jnp.where(samples & (sampled.faults < 0), sampled.faults, ids),
             sampled.logprobs, prompt_logprobs)
 
 

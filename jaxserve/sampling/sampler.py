@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from jaxserve.engine.results import Fault
 from jaxserve.sampling import blocks
 from jaxserve.sampling.logprobs import LogprobOutput, empty_logprobs, gather_logprobs
 from jaxserve.sampling.processors import changes_logits, mask_padding, process
@@ -37,10 +38,10 @@ SMALL_TOP_K = 128  # up to here the mass of the top k comes from a partial top-k
 
 @struct.dataclass
 class SampleOutput:
-    """`bad`: the row's logits hold NaN or +inf, or no entry is left after the masks; its id is 0."""
+    """`faults`: 0, or the `engine.results.Fault` for which a row has no id; `ids` has 0 there."""
 
-    ids: jax.Array  # i32[S]
-    bad: jax.Array  # bool[S]
+    ids: jax.Array     # i32[S]
+    faults: jax.Array  # i32[S]
     logprobs: LogprobOutput
 
 
@@ -72,11 +73,14 @@ def sample(
 
     def best(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         top, ids = blocks.argmax(x)
-        return top, ids, jnp.isfinite(top) & ~blocks.has_nan(x)
+        has_nan = blocks.has_nan(x)
+        # Of a row that nothing masks it is the model that leaves nothing.
+        fault = jnp.where(changed & (top == -jnp.inf) & ~has_nan, Fault.NOTHING_LEFT, Fault.NOT_FINITE)
+        return top, ids, jnp.where(jnp.isfinite(top) & ~has_nan, 0, fault)
 
     def choose_greedy() -> tuple[jax.Array, jax.Array]:
-        _, ids, fine = best(blocks.to_blocks(mask_padding(logits, valid_vocab)))
-        return ids, fine
+        _, ids, faults = best(blocks.to_blocks(mask_padding(logits, valid_vocab)))
+        return ids, faults
 
     def choose() -> tuple[jax.Array, jax.Array]:
         x = lax.cond(
@@ -84,20 +88,20 @@ def sample(
             lambda: process(mask_padding(logits, valid_vocab), slot_ids, positions, active, slots, options),
             lambda: mask_padding(logits, valid_vocab))
         x = blocks.to_blocks(x)
-        top, greedy_ids, fine = best(x)
+        top, greedy_ids, faults = best(x)
         ids = lax.cond(
             jnp.any(sampled),
-            lambda: _draw_tokens(x, top, greedy_ids, sampled & fine, positions, options, valid_vocab),
+            lambda: _draw_tokens(x, top, greedy_ids, sampled & (faults == 0), positions, options, valid_vocab),
             lambda: greedy_ids)
-        return ids, fine
+        return ids, faults
 
-    ids, fine = lax.cond(jnp.any(changed | sampled), choose, choose_greedy)
-    ids = jnp.where(fine & active, ids, 0)
+    ids, faults = lax.cond(jnp.any(changed | sampled), choose, choose_greedy)
+    ids = jnp.where(active & (faults == 0), ids, 0)
     logprobs = lax.cond(
         jnp.any(wants_logprobs),
         lambda: gather_logprobs(logits, ids, max_logprobs, valid_vocab=valid_vocab),
         lambda: empty_logprobs(ids.shape[0], max_logprobs))
-    return SampleOutput(ids=ids, bad=active & ~fine, logprobs=logprobs)
+    return SampleOutput(ids=ids, faults=jnp.where(active, faults, 0), logprobs=logprobs)
 
 
 class _Pivot(NamedTuple):

@@ -19,7 +19,6 @@ from flax import struct
 from jax import lax
 
 from jaxserve.engine.request import SequenceOptions
-from jaxserve.errors import RequestError
 from jaxserve.sampling_params import (
     GREEDY_TEMPERATURE,
     MAX_BAD_WORD_TOKENS,
@@ -144,26 +143,16 @@ def pack_slot(
     """One sequence's slot as two vectors to upload: i32 and f32, of `packed_sizes`. Host only (numpy).
 
     Args:
-        options: resolved options; ids in them are in [0, vocab_size).
+        options: resolved options, as many as the tables hold; ids in them are in [0, vocab_size).
         prompt_len: tokens of the prompt; the rest of `token_ids` was generated before a preemption.
         token_ids: all ids known to the host, at most `max_len`.
         max_len, vocab_size: as in `init_slots`.
-
-    Raises:
-        RequestError: more end ids, biases or bad words than the tables hold.
     """
     end_ids = sorted(options.eos_ids | options.stop_ids)
-    longest = max(map(len, options.bad_words), default=0)
-    for param, given, limit in (
-        ("stop_token_ids", len(end_ids), MAX_END_IDS),
-        ("logit_bias", len(options.logit_bias), MAX_LOGIT_BIAS),
-        ("bad_words", len(options.bad_words), MAX_BAD_WORDS),
-    ):
-        if given > limit:
-            raise RequestError(f"{param} gives {given} entries (EOS ids included); at most {limit} fit", param)
-    if longest > MAX_BAD_WORD_TOKENS:
-        raise RequestError(
-            f"a bad word of {longest} tokens is too long; at most {MAX_BAD_WORD_TOKENS} tokens each", "bad_words")
+    assert len(end_ids) <= MAX_END_IDS and len(options.logit_bias) <= MAX_LOGIT_BIAS
+    assert len(options.bad_words) <= MAX_BAD_WORDS
+    assert all(0 < len(word) <= MAX_BAD_WORD_TOKENS for word in options.bad_words)
+    assert options.top_k >= 0 and (options.temperature == 0 or options.temperature >= GREEDY_TEMPERATURE)
 
     num_ints, num_floats = packed_sizes(max_len, vocab_size)
     ints, floats = np.zeros(num_ints, np.int32), np.zeros(num_floats, np.float32)
@@ -172,7 +161,7 @@ def pack_slot(
     scalars = sections["ints"]
     scalars[Int.PROMPT_LEN] = prompt_len
     scalars[Int.MIN_LEN] = prompt_len + options.min_tokens
-    scalars[Int.TOP_K] = min(max(options.top_k, 0), np.iinfo(np.int32).max)
+    scalars[Int.TOP_K] = options.top_k
     scalars[Int.SEED_HIGH:Int.SEED_LOW + 1] = np.array(
         [options.seed >> 32 & 0xFFFFFFFF, options.seed & 0xFFFFFFFF], np.uint32).view(np.int32)
     scalars[Int.LOGPROBS] = -1 if options.logprobs is None else options.logprobs
@@ -182,8 +171,7 @@ def pack_slot(
     scalars[Int.NUM_BAD_WORDS] = len(options.bad_words)
     scalars[Int.HAS_ALLOWED] = options.allowed_token_ids is not None
 
-    greedy = options.temperature <= GREEDY_TEMPERATURE
-    floats[Float.TEMPERATURE] = 0.0 if greedy else options.temperature
+    floats[Float.TEMPERATURE] = options.temperature
     floats[Float.TOP_P] = options.top_p
     floats[Float.MIN_P] = options.min_p
     floats[Float.REPETITION] = options.repetition_penalty

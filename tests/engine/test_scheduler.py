@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.engine.request import Status, StepPlan
 from jaxserve.engine.waiting_queue import MAX_OVERTAKES
-from jaxserve.errors import ConfigError, QueueFullError, RequestError
+from jaxserve.errors import ConfigError, RequestError
 
 
 def shape(plan: StepPlan) -> list[tuple[str, int, int, int]]:
@@ -91,17 +91,16 @@ def test_the_next_step_is_planned_before_the_ids_are_known(make_loop, make_seq, 
     assert seq.status is Status.RUNNING
     for plan, result in zip(plans, results):
         scheduler.commit(plan, result)
-    assert (seq.token_ids, "length", None) == solo_run(seq) and seq.finish_reason == "length"
+    assert seq.token_ids == solo_run(seq) and seq.status is Status.FINISHED
 
 
 def test_what_a_row_computed_after_the_end_is_ignored(make_loop, make_seq, solo_run):
     loop = make_loop()
-    ids, *_ = solo_run(make_seq(0, 3, max_tokens=20))
+    ids = solo_run(make_seq(0, 3, max_tokens=20))
     seq = make_seq(0, 3, max_tokens=20, eos_ids=frozenset({ids[5]}))
     loop.add(seq)
     loop.run()
     assert seq.token_ids == ids[:6]
-    assert (seq.finish_reason, seq.stop_reason) == ("stop", None)
 
 
 def test_commit_returns_the_new_ids_in_the_order_of_rows(make_loop, make_seq):
@@ -122,34 +121,31 @@ def test_a_row_without_all_its_tokens_samples_nothing(make_loop, make_seq):
 # -- ends
 
 
-@pytest.mark.parametrize(("options", "end"), [
-    (dict(eos_ids={7}), ("stop", None)), (dict(stop_ids={7}), ("stop", 7)),
-    (dict(eos_ids={7}, stop_ids={7}), ("stop", None)), (dict(max_tokens=1), ("length", None)),
-    (dict(max_tokens=1, stop_ids={7}), ("stop", 7))])
-def test_reasons_of_the_end(make_loop, make_seq, options, end):
+@pytest.mark.parametrize("options", [dict(eos_ids=frozenset({7})), dict(stop_ids=frozenset({7})), dict(max_tokens=1)])
+def test_reasons_of_the_end(make_loop, make_seq, options):
     loop = make_loop()
-    seq = make_seq(0, 3, **{k: v if k == "max_tokens" else frozenset(v) for k, v in options.items()})
+    seq = make_seq(0, 3, **options)
     loop.add(seq)
     plan = loop.scheduler.schedule()
     assert loop.scheduler.commit(plan, {0: [7]}) == [(seq, [7])]
-    assert (seq.finish_reason, seq.stop_reason) == end and seq.status is Status.FINISHED
+    assert seq.status is Status.FINISHED
 
 
 def test_min_tokens_come_before_any_eos(make_loop, make_seq):
     loop = make_loop()
     seq = make_seq(0, 3, max_tokens=9, min_tokens=2, eos_ids=frozenset({7}))
     loop.add(seq)
-    for expected in (None, None, "stop"):
+    for expected in (Status.RUNNING, Status.RUNNING, Status.FINISHED):
         loop.scheduler.commit(loop.scheduler.schedule(), {0: [7]})
-        assert seq.finish_reason == expected
+        assert seq.status is expected
 
 
 def test_generation_ends_at_max_model_len(make_loop, make_seq):
     loop = make_loop(max_model_len=20)
-    seq = make_seq(0, 15, max_tokens=1000)
+    seq = make_seq(0, 15, max_tokens=5)
     loop.add(seq)
     loop.run()
-    assert len(seq.token_ids) == 20 and seq.finish_reason == "length"
+    assert len(seq.token_ids) == 20
 
 
 def test_the_last_tokens_page_is_not_needed(make_loop, make_seq):
@@ -158,7 +154,7 @@ def test_the_last_tokens_page_is_not_needed(make_loop, make_seq):
     seq = make_seq(0, 5, max_tokens=4)
     loop.add(seq)
     loop.run()
-    assert seq.finish_reason == "length" and len(seq.token_ids) == 9
+    assert seq.status is Status.FINISHED and len(seq.token_ids) == 9
 
 
 @pytest.mark.parametrize("state", ["waiting", "prefill", "decode", "preempted", "finished", "unknown"])
@@ -175,11 +171,11 @@ def test_abort_is_legal_in_every_state_and_idempotent(make_loop, make_seq, state
             loop.step()
     if state not in ("finished", "unknown"):
         assert loop.scheduler.abort(1) is seq
-        assert seq.finish_reason == "abort" and seq.status is Status.FINISHED
+        assert seq.status is Status.FINISHED
     loop.scheduler.check_invariants()
     assert loop.scheduler.abort(1) is None
     loop.run()
-    assert old.finish_reason == "length" and loop.scheduler.check_idle()
+    assert len(old.token_ids) == old.max_len and loop.scheduler.check_idle()
 
 
 def test_a_late_result_does_not_touch_an_aborted_sequence(make_loop, make_seq):
@@ -189,7 +185,7 @@ def test_a_late_result_does_not_touch_an_aborted_sequence(make_loop, make_seq):
     loop.step()
     loop.scheduler.abort(0)
     loop.drain()
-    assert len(seq.token_ids) == seq.num_known == 3 and seq.finish_reason == "abort"
+    assert len(seq.token_ids) == seq.num_known == 3
 
 
 # -- admission
@@ -202,26 +198,19 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(make_loop, mak
     loop.add(make_seq(1, 10, max_tokens=7))
 
 
-@pytest.mark.parametrize("length", [20, 21])
-def test_a_prompt_that_fills_the_context_is_refused(make_loop, make_seq, length):
-    with pytest.raises(RequestError, match=f"{length} tokens.*max_model_len=20") as error:
-        make_loop(max_model_len=20).add(make_seq(0, length))
-    assert error.value.param == "prompt"
-
-
 def test_the_waiting_queue_is_bounded(make_loop, make_seq):
     loop = make_loop(max_waiting_requests=2)
     loop.add(make_seq(0, 3), make_seq(1, 3))
     assert loop.scheduler.queue_room == 0
-    with pytest.raises(QueueFullError, match="max_waiting_requests=2"):
-        loop.add(make_seq(2, 3))
     loop.step()
     assert loop.scheduler.queue_room == 2
 
 
-def test_a_priority_needs_priority_scheduling(make_loop, make_seq):
-    with pytest.raises(RequestError, match="priority=1 needs scheduling_policy='priority'"):
-        make_loop().add(make_seq(0, 3, priority=1))
+@pytest.mark.parametrize("wrong", [
+    dict(prompt=64), dict(prompt=60, max_tokens=5), dict(prompt=3, priority=1), dict(prompt=3, max_tokens=0)], ids=str)
+def test_what_the_processor_should_have_refused(make_loop, make_seq, wrong):
+    with pytest.raises(AssertionError):
+        make_loop().add(make_seq(0, **wrong))
 
 
 def test_lower_priority_values_run_first_and_ties_by_arrival(make_loop, make_seq):
@@ -281,7 +270,7 @@ def test_the_youngest_is_preempted_and_comes_back_first(make_loop, make_seq, sol
     assert not plan.admitted, "a step that preempts admits nobody"
     later = [seq.seq_id for plan in loop.run() for seq in plan.admitted]
     assert later.index(2) < later.index(3)
-    assert [seq.token_ids for seq in seqs] == [solo_run(seq)[0] for seq in seqs]
+    assert [seq.token_ids for seq in seqs] == [solo_run(seq) for seq in seqs]
 
 
 def test_the_least_important_is_preempted_whenever_it_came(make_loop, make_seq):
@@ -301,12 +290,12 @@ def test_an_older_prompt_takes_back_the_page_of_a_younger_decode(make_loop, make
     young.arrival = 5
     loop.step()
     loop.add(old)
-    while loop.scheduler.has_work:
+    while loop.has_work:
         plan = loop.step()
         if young.status is Status.PREEMPTED and plan:
             assert young not in [row.seq for row in plan.rows]
     assert loop.scheduler.num_preemptions
-    assert young.token_ids == solo_run(young)[0] and old.token_ids == solo_run(old)[0]
+    assert young.token_ids == solo_run(young) and old.token_ids == solo_run(old)
 
 
 def test_ids_sampled_before_a_preemption_are_kept(make_loop, make_seq, solo_run):
@@ -318,7 +307,7 @@ def test_ids_sampled_before_a_preemption_are_kept(make_loop, make_seq, solo_run)
         loop.step()
     assert len(young.token_ids) == before + 1 and young.num_sampled_in_flight == 0
     loop.run()
-    assert young.token_ids == solo_run(young)[0]
+    assert young.token_ids == solo_run(young)
 
 
 def test_a_preempted_sequence_waits_for_its_ids_in_flight(make_loop, make_seq, solo_run):
@@ -328,7 +317,7 @@ def test_a_preempted_sequence_waits_for_its_ids_in_flight(make_loop, make_seq, s
     old, young = make_seq(0, 11, max_tokens=6), make_seq(1, 11, max_tokens=12)
     loop.add(old, young)
     loop.run()
-    assert loop.scheduler.num_preemptions and young.token_ids == solo_run(young)[0]
+    assert loop.scheduler.num_preemptions and young.token_ids == solo_run(young)
 
 
 def test_a_preempted_sequence_may_end_by_the_id_that_was_in_flight(make_loop, make_seq):
@@ -340,7 +329,7 @@ def test_a_preempted_sequence_may_end_by_the_id_that_was_in_flight(make_loop, ma
     loop.in_flight[-1][1][young.seq_id] = [99]
     plan = loop.step()
     assert [row.seq for row in plan.rows] == [old] and loop.scheduler.num_preemptions == 1
-    assert young.finish_reason == "stop" and loop.scheduler.num_waiting == 0
+    assert young.status is Status.FINISHED and loop.scheduler.num_waiting == 0
     loop.run()
     assert loop.scheduler.check_idle()
 
@@ -356,7 +345,7 @@ def test_equal_prompts_in_one_step_share_their_full_pages(make_loop, make_seq, s
     assert seqs[0].pages[:4] == seqs[1].pages[:4] == seqs[2].pages[:4]
     assert [seq.num_cached_tokens for seq in seqs] == [0, 16, 16]
     loop.run()
-    assert [seq.token_ids for seq in seqs] == [solo_run(seq)[0] for seq in seqs]
+    assert [seq.token_ids for seq in seqs] == [solo_run(seq) for seq in seqs]
 
 
 def test_at_least_one_token_is_computed(make_loop, make_seq):
@@ -380,7 +369,7 @@ def test_generated_tokens_are_reused_by_the_next_turn_of_a_chat(make_loop, make_
 def test_the_page_that_a_stop_token_completes_is_reused(make_loop, make_seq, solo_run):
     """The step that ran one ahead of the stop has written the stop token's K/V."""
     loop = make_loop()
-    ids, *_ = solo_run(make_seq(0, 6, max_tokens=20))
+    ids = solo_run(make_seq(0, 6, max_tokens=20))
     first = make_seq(0, 6, max_tokens=20, eos_ids=frozenset({ids[11]}))
     loop.add(first)
     loop.run()
@@ -440,7 +429,7 @@ def test_nothing_older_than_a_reset_is_reused(make_loop, make_seq):
     loop.add(*later)
     loop.run()
     assert [seq.num_cached_tokens > 0 for seq in later] == [False, True]
-    assert running.finish_reason == "length"
+    assert running.status is Status.FINISHED
 
 
 def test_after_a_reset_a_preempted_sequence_publishes_again(make_loop, make_seq):
@@ -451,7 +440,7 @@ def test_after_a_reset_a_preempted_sequence_publishes_again(make_loop, make_seq)
     loop.scheduler.reset_prefix_cache()
     while young.status is not Status.PREEMPTED:
         loop.step()
-    assert loop.scheduler.pool.num_published == 0
+    assert not loop.scheduler.pool._page_of
     loop.run()
     follower = make_seq(2, young.token_ids)
     loop.add(follower)
@@ -470,7 +459,7 @@ def test_rows_get_several_tokens_when_nothing_else_is_to_do(make_loop, make_seq,
     assert [shape(plan) for plan in plans[1:]] == [
         [("decode", 0, 5, 4), ("decode", 1, 5, 3)], [("decode", 0, 9, 4)], [("decode", 0, 13, 1)]]
     assert [plan.decode_steps for plan in plans] == [1, 4, 4, 1], "one token is left for the last"
-    assert [a.token_ids, b.token_ids] == [solo_run(a)[0], solo_run(b)[0]]
+    assert [a.token_ids, b.token_ids] == [solo_run(a), solo_run(b)]
 
 
 def test_a_prompt_makes_the_launch_a_single_step(make_loop, make_seq):
@@ -488,7 +477,19 @@ def test_ids_after_a_stop_inside_a_launch_are_dropped(make_loop, make_seq):
     loop.add(seq)
     loop.scheduler.commit(loop.scheduler.schedule(), {0: [1]})
     assert loop.scheduler.commit(loop.scheduler.schedule(), {0: [2, 9, 3, 4]}) == [(seq, [2, 9])]
-    assert seq.token_ids[5:] == [1, 2, 9] and seq.stop_reason == 9
+    assert seq.token_ids[5:] == [1, 2, 9] and seq.status is Status.FINISHED
+
+
+def test_a_row_that_fails_on_the_way_brings_what_it_has(make_loop, make_seq):
+    loop = make_loop(decode_steps=4)
+    a, b = make_seq(0, 5, max_tokens=10), make_seq(1, 5, max_tokens=10)
+    loop.add(a, b)
+    loop.scheduler.commit(loop.scheduler.schedule(), {0: [1], 1: [1]})
+    assert loop.scheduler.commit(loop.scheduler.schedule(), {0: [2, 3], 1: []}) == [(a, [2, 3])]
+    assert a.num_sampled_in_flight == b.num_sampled_in_flight == 0
+    loop.scheduler.abort(0)
+    loop.scheduler.abort(1)
+    assert loop.scheduler.check_idle()
 
 
 def test_ids_beyond_a_rows_own_number_are_ignored(make_loop, make_seq):
@@ -529,7 +530,7 @@ def test_after_a_preemption_generated_tokens_are_replayed_one_by_one(make_loop, 
     replay = rows[1:1 + generated]
     assert [(row.start, row.num_tokens) for row in replay] == [(9 + i, 1) for i in range(generated)]
     assert [row.samples for row in replay] == [False] * (generated - 1) + [True]
-    assert young.token_ids == solo_run(young)[0] and old.token_ids == solo_run(old)[0]
+    assert young.token_ids == solo_run(young) and old.token_ids == solo_run(old)
 
 
 def test_deterministic_prompts_are_prefilled_to_the_last_token(make_loop, make_seq):
@@ -563,23 +564,23 @@ def test_after_a_lost_pool_all_run_again_and_late_results_are_void(make_loop, ma
     loop.scheduler.requeue_all()
     for _, sampled in loop.in_flight:
         sampled.update({seq_id: [-1] for seq_id in sampled})
-    assert loop.scheduler.num_running == 0 and loop.scheduler.pool.num_published == 0
+    assert loop.scheduler.num_running == 0 and not loop.scheduler.pool._page_of
     assert [seq.seq_id for plan in loop.run() for seq in plan.admitted] == list(range(6))
-    assert [seq.token_ids for seq in seqs] == [solo_run(seq)[0] for seq in seqs]
+    assert [seq.token_ids for seq in seqs] == [solo_run(seq) for seq in seqs]
 
 
-def test_fail_all_ends_everything_and_the_engine_goes_on(make_loop, make_seq):
+def test_fail_all_ends_everything_and_the_engine_goes_on(make_loop, make_seq, solo_run):
     loop = make_loop()
     seqs = [make_seq(i, 9) for i in range(6)]
     loop.add(*seqs)
     loop.step()
-    assert loop.scheduler.fail_all() == seqs
-    assert {seq.finish_reason for seq in seqs} == {"error"} and not loop.scheduler.has_work
+    loop.scheduler.fail_all()
+    assert {seq.status for seq in seqs} == {Status.FINISHED} and not loop.has_work
     loop.device.lose_pool()
     late = make_seq(9, seqs[0].token_ids)
     loop.add(late)
     loop.run()
-    assert late.finish_reason == "length" and late.num_cached_tokens == 0
+    assert late.token_ids == solo_run(late) and late.num_cached_tokens == 0
 
 
 def test_an_inconsistent_idle_scheduler_is_logged_and_rebuilt(make_loop, make_seq, caplog):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from jaxserve import SamplingParams
+from jaxserve import EngineError, SamplingParams
 from tests.llm import tiny
 from tests.llm.tiny import prompt_ids
 
@@ -55,6 +56,20 @@ def test_ends_in_the_middle_of_a_launch(llm, llm4, dense):
             SamplingParams(temperature=0, max_tokens=12, min_tokens=at, stop_token_ids=[ids[0]])])
     text = tiny.tokenizer().decode(ids)
     both(llm, llm4, [prompt], SamplingParams(temperature=0, max_tokens=12, stop=[text[2:4], text[5:]]))
+
+
+def test_a_fault_counts_only_before_the_end(make_llm):
+    """The last of a launch's steps may have run beyond the end of the text."""
+    tensors = tiny.parrot_tensors([*b"abc", tiny.EOS])
+    tensors["model.embed_tokens.weight"][tiny.EOS] = np.nan
+    params = SamplingParams(temperature=0, max_tokens=20)
+    with make_llm(params=tensors, decode_steps=4) as llm:
+        [output] = llm.generate(["a"], params, use_tqdm=False)
+        assert output.error is None and (output.text, output.outputs[0].finish_reason) == ("bc", "stop")
+        [output] = llm.generate(["a"], params.clone(ignore_eos=True), use_tqdm=False)
+        assert isinstance(output.error, EngineError) and "not finite" in str(output.error)
+        assert output.outputs[0].token_ids == [*b"bc", tiny.EOS]
+        assert llm.metrics()["not_finite"] == 1
 
 
 def test_pages_shorter_than_a_launch(llm, llm4):

@@ -184,6 +184,18 @@ def test_a_request_whose_masks_leave_nothing(llm):
         run(llm, allowed_token_ids=[EOS], min_tokens=1, ignore_eos=False)
 
 
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 1}])
+def test_a_request_whose_masks_leave_nothing_on_the_way(llm, options):
+    before = llm.metrics()["not_finite"]
+    params = SamplingParams(max_tokens=5, allowed_token_ids=[97], bad_words=["aa"], **options)
+    outputs = llm.generate([[98], [97]], params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [[97], []]
+    for output in outputs:
+        assert isinstance(output.error, RequestError) and output.error.param == "bad_words"
+        assert "no token is left" in str(output.error)
+    assert llm.metrics()["not_finite"] == before
+
+
 # -- text
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import random
 
 import pytest
 
-from jaxserve import QueueFullError, RequestError, SamplingParams
+from jaxserve import QueueFullError, RequestError, RequestOutput, SamplingParams
 from tests.llm.tiny import prompt_ids
 
 
@@ -81,6 +82,36 @@ def test_a_list_of_any_length_passes_a_bounded_queue(make_llm):
         assert all(output.outputs[0].finish_reason == "length" for output in outputs)
         [output] = llm.generate([[1]], greedy(1, n=3), use_tqdm=False)
         assert "n=3" in str(output.error) and "max_waiting_requests" in str(output.error)
+
+
+def submit(llm, requests: list[tuple[SamplingParams, bool]]) -> queue.SimpleQueue[tuple[int, RequestOutput]]:
+    """Requests of (options, patient), all before the next step. The result gets indices and outputs as they end."""
+    ended: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
+
+    def listener(index: int):
+        return lambda event: ended.put((index, event.output)) if event.output else None
+
+    def submit_all() -> None:
+        for i, (params, patient) in enumerate(requests):
+            llm.submit(llm._processor.process([i], params), listener(i), patient=patient)
+
+    llm._thread.call(submit_all)
+    return ended
+
+
+def test_an_urgent_request_does_not_wait_behind_a_long_list(make_llm):
+    with make_llm(max_waiting_requests=2, max_num_seqs=1, scheduling_policy="priority") as llm:
+        ended = submit(llm, [*[(greedy(2), True)] * 6, (greedy(2, priority=-1), True)])
+        assert [ended.get(timeout=60)[0] for _ in range(7)] == [0, 6, 1, 2, 3, 4, 5]
+
+
+def test_what_others_wait_for_is_no_reason_to_refuse_what_fits(make_llm):
+    """Three completions need more room than there is; a single one has it."""
+    with make_llm(max_waiting_requests=3, max_num_seqs=1) as llm:
+        ended = submit(llm, [(greedy(2), True), (greedy(2, n=3), True), (greedy(2), False), (greedy(2, n=2), False)])
+        outputs = dict(ended.get(timeout=60) for _ in range(4))
+        assert [outputs[i].error for i in range(3)] == [None] * 3
+        assert isinstance(outputs[3].error, QueueFullError) and "room for 1 of 2 sequences" in str(outputs[3].error)
 
 
 def test_what_can_never_fit_is_refused(make_llm):

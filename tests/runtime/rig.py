@@ -77,7 +77,7 @@ class Rig:
 
     def plan(self, decodes: Seq[ScheduledRow] = (), prefills: Seq[ScheduledRow] = ()) -> StepPlan:
         admitted, self._admitted = tuple(self._admitted), []
-        return StepPlan(step_id=0, decodes=tuple(decodes), prefills=tuple(prefills), admitted=admitted,
+        return StepPlan(decodes=tuple(decodes), prefills=tuple(prefills), admitted=admitted,
                         block_tables=self.tables)
 
     def generate(self, seq: Sequence, count: int) -> list[int]:

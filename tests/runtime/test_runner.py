@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.request import StepPlan
+from jaxserve.engine.results import Fault
 from jaxserve.errors import ConfigError
 from jaxserve.models.decoder import decode_tokens, logits
 from jaxserve.runtime import planning
@@ -129,7 +130,7 @@ def test_a_row_that_is_not_finite_fails_alone(rig: Rig):
     rig.runner.state = state.replace(pool=jax.tree.map(lambda leaf: leaf.at[pages].set(np.nan), state.pool))
     rows = [rig.row(good, 10, 1, True), rig.row(bad, 12, 1, True)]
     result = rig.runner.fetch(rig.runner.launch(rig.plan(rows)))
-    assert result.failed == {bad.seq_id}
+    assert result.failed == {bad.seq_id: Fault.NOT_FINITE} and result.token_ids[bad.seq_id] == []
     assert result.token_ids[good.seq_id] == greedy(prompt(10), 2)[1:]
 
 
@@ -198,19 +199,24 @@ class FakeExecutables:
 
     cache = staticmethod(contextlib.nullcontext)
 
+    def telling(self, what: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(block_until_ready=lambda: self.waits.append(what))
+
     def get(self, program):
         def run(weights_or_slots, state, *_):
             if program == "admit":
-                return weights_or_slots
-            ids = types.SimpleNamespace(block_until_ready=lambda: self.waits.append("blocked"),
-                                        copy_to_host_async=lambda: self.waits.append("copy"))
+                return self.telling("slots")
+            ids = types.SimpleNamespace(copy_to_host_async=lambda: self.waits.append("copy"))
+            state = state.replace(pool=self.telling("pool"), slots=self.telling("step"))
             return state, StepOutput(token_ids=ids, logprobs=empty_logprobs(1, 1), prompt_logprobs=None)
         return run
 
 
 @pytest.mark.parametrize("platform, waits", [
-    ("cpu", ["copy", "blocked", "copy", "blocked", "copy"]), ("gpu", ["copy"] * 3), ("tpu", ["copy"] * 3)])
-def test_only_on_cpus_a_step_waits_for_the_one_before(monkeypatch, platform, waits):
+    ("cpu", ["slots", "copy", "pool", "step", "copy", "pool", "slots", "copy"]), ("gpu", ["copy"] * 3),
+    ("tpu", ["copy"] * 3)])
+def test_only_on_cpus_a_step_waits_for_its_state(monkeypatch, platform, waits):
+    """Which the step before or the upload of a slot makes."""
     plan = make_plan()
     device = types.SimpleNamespace(platform=platform)
     monkeypatch.setattr(jax.sharding, "SingleDeviceSharding",
@@ -219,8 +225,10 @@ def test_only_on_cpus_a_step_waits_for_the_one_before(monkeypatch, platform, wai
     runner = Runner(dataclasses.replace(plan, device=device), make_params(), executables)  # type: ignore[arg-type]
     rig = Rig(runner)
     seq = rig.add([1, 2, 3])
-    for at in range(3, 6):
-        runner.launch(rig.plan([rig.row(seq, at, 1, True)]))
+    runner.launch(rig.plan([rig.row(seq, 3, 1, True)]))
+    runner.launch(rig.plan([rig.row(seq, 4, 1, True)]))
+    rig.add([4, 5])
+    runner.launch(rig.plan([rig.row(seq, 5, 1, True)]))
     assert executables.waits == waits
 
 
@@ -252,7 +260,7 @@ def test_a_reset_needs_no_compilation_and_frees_the_old_state(rig: Rig):
 def test_a_launch_that_fails_can_be_recovered_from(rig: Rig):
     seq = rig.add(prompt(5))
     rig.runner.launch(rig.plan(prefills=[rig.prefill(seq)]))
-    broken = StepPlan(step_id=0, decodes=(rig.row(seq, 5, 1, True),), block_tables=np.zeros((4, 99), np.int32))
+    broken = StepPlan(decodes=(rig.row(seq, 5, 1, True),), block_tables=np.zeros((4, 99), np.int32))
     with pytest.raises(TypeError):
         rig.runner.launch(broken)
     rig.runner.reset_state()

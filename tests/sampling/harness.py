@@ -92,7 +92,7 @@ def draw_by_seed(logits_row, request: Request, count: int) -> np.ndarray:
     for start in range(0, count, ROWS):
         seeds = start + np.arange(SLOTS + 1)
         out = run(logits, slots.replace(ints=slots.ints.at[:, Int.SEED_LOW].set(seeds)), range(ROWS), positions)
-        assert not out.bad.any()
+        assert not out.faults.any()
         ids.append(out.ids)
     return np.concatenate(ids)[:count]
 
@@ -135,7 +135,7 @@ def distribution(logits_row, request: Request) -> np.ndarray:
     x = processed(logits_row, request)
     o = request.options
     order = np.lexsort((np.arange(VOCAB), -x))  # descending, lower ids first among equals
-    if o.temperature <= 1e-5:
+    if o.temperature == 0:
         return np.eye(VOCAB)[order[0]]
     p = np.exp((x[order] - x[order[0]]) / o.temperature)
     if o.top_k > 0:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.request import SequenceOptions
+from jaxserve.engine.results import Fault
 from jaxserve.sampling import processors
 from jaxserve.sampling.slots import admit, init_slots, pack_slot, slot_options
 from tests.sampling.harness import (
@@ -157,6 +158,6 @@ def test_masks_do_not_hide_a_broken_models_logits(value):
     logits = random_logits(7)
     logits[0, 100] = value
     out = sample_requests(logits, [Request(options(allowed_token_ids=(1, 2)))])
-    assert out.bad[0] and out.ids[0] == 0
+    assert out.faults.tolist() == [Fault.NOT_FINITE] and out.ids[0] == 0
 
 

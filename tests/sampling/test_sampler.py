@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from jaxserve.engine.results import Fault
 from jaxserve.sampling.sampler import sample
 from jaxserve.sampling.slots import abstract_slots
 from tests.sampling.harness import (
@@ -90,7 +91,7 @@ def test_any_mix_of_options_draws_from_what_they_keep():
         for row in range(ROWS)]
     out = sample_requests(logits, requests)
     kept = [distribution(logits[row], request)[out.ids[row]] for row, request in enumerate(requests)]
-    assert not out.bad.any()
+    assert not out.faults.any()
     # The one thing float64 may see otherwise: on which side of top_p the last entry falls, and equals to it.
     assert np.mean(np.array(kept) > 0) >= 0.99
 
@@ -100,9 +101,6 @@ def test_any_mix_of_options_draws_from_what_they_keep():
 
 GREEDY = {
     "temperature 0": {},
-    "temperature 1e-5": {"temperature": 1e-5},
-    "temperature 1e-8": {"temperature": 1e-8},
-    "temperature 1e-40": {"temperature": 1e-40},
     "top_k 1": {"temperature": 1.0, "top_k": 1},
     "tiny top_p": {"temperature": 1.0, "top_p": 1e-9},
     "denormal top_p": {"temperature": 1.0, "top_p": 1e-45},
@@ -127,7 +125,7 @@ def test_min_p_one_keeps_the_best_and_its_equals():
     assert set(draw_by_seed(logits, Request(options(temperature=1.0, min_p=1.0)), ROWS)) == {40, 180}
 
 
-@pytest.mark.parametrize("top_k", [0, -1, VALID, VOCAB + 1, 2**31 - 1])
+@pytest.mark.parametrize("top_k", [0, VALID, VOCAB + 1, 2**31 - 1])
 def test_top_k_without_effect_changes_no_draw(top_k):
     logits = random_logits(23, scale=0.5)[0]
     plain = draw_by_position(logits, Request(options(temperature=1.0, seed=9)), ROWS)
@@ -169,7 +167,7 @@ def test_a_broken_row_is_reported_and_its_neighbours_do_not_notice():
         broken = logits.copy()
         broken[row, 60 if np.isnan(value) or value > 0 else slice(None)] = value
         out = sample_requests(broken, requests)
-        assert np.flatnonzero(out.bad).tolist() == [row]
+        assert np.flatnonzero(out.faults).tolist() == [row]
         assert out.ids[row] == 0
         others = np.arange(len(MIXED)) != row
         assert out.ids[others].tolist() == fine.ids[others].tolist()
@@ -178,13 +176,21 @@ def test_a_broken_row_is_reported_and_its_neighbours_do_not_notice():
 def test_a_row_whose_masks_leave_nothing_is_reported():
     out = sample_requests(random_logits(33, 2), [
         Request(options(allowed_token_ids=(5,), bad_words=((5,),))), Request(options())])
-    assert out.bad.tolist() == [True, False]
+    assert out.faults.tolist() == [Fault.NOTHING_LEFT, 0]
+    assert out.ids[0] == 0
+
+
+def test_a_model_that_leaves_nothing_is_not_taken_for_masks():
+    logits = np.full((2, VOCAB), -np.inf, np.float32)
+    logits[1] = random_logits(34)[0]
+    out = sample_requests(logits, [Request(options()), Request(options(bad_words=((5,),)))])
+    assert out.faults.tolist() == [Fault.NOT_FINITE, 0]
 
 
 def test_padding_rows_choose_nothing_and_fail_nothing():
     requests = [Request(options(temperature=1.0, top_p=0.5, logprobs=5))] * 4
     out = run(np.full((4, VOCAB), np.nan), make_slots(requests), range(4), [3] * 4, active=False)
-    assert out.ids.tolist() == [0] * 4 and not out.bad.any()
+    assert out.ids.tolist() == [0] * 4 and not out.faults.any()
     assert (out.logprobs.top_ids == -1).all()  # not even computed
 
 

@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.errors import RequestError
 from jaxserve.sampling.slots import (
     MAX_END_IDS,
     Float,
@@ -15,7 +14,7 @@ from jaxserve.sampling.slots import (
     pack_slot,
     packed_sizes,
 )
-from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
+from jaxserve.sampling_params import GREEDY_TEMPERATURE, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from tests.sampling.harness import MAX_LEN, SLOTS, VOCAB, Request, make_slots, options, random_logits, run
 
 EVERYTHING = options(
@@ -83,26 +82,21 @@ def test_tables_hold_their_limits():
     full = options(
         logit_bias=tuple((i, 1.0) for i in range(MAX_LOGIT_BIAS)),
         bad_words=((1,) * MAX_BAD_WORD_TOKENS,) * MAX_BAD_WORDS,
-        stop_ids=frozenset(range(MAX_END_IDS)), top_k=2**40)
+        stop_ids=frozenset(range(MAX_END_IDS)))
     ints, _ = pack_slot(full, 1, list(range(MAX_LEN)), MAX_LEN, 1000)
     assert ints[Int.NUM_BIAS] == MAX_LOGIT_BIAS
     assert ints[Int.NUM_BAD_WORDS] == MAX_BAD_WORDS
     assert ints[Int.NUM_END_IDS] == MAX_END_IDS
 
 
-@pytest.mark.parametrize("fields, param, given, limit", [
-    ({"logit_bias": tuple((i, 1.0) for i in range(MAX_LOGIT_BIAS + 1))}, "logit_bias", 513, 512),
-    ({"bad_words": ((1,),) * (MAX_BAD_WORDS + 1)}, "bad_words", 129, 128),
-    ({"bad_words": ((1,) * (MAX_BAD_WORD_TOKENS + 1),)}, "bad_words", 17, 16),
-    ({"stop_ids": frozenset(range(MAX_END_IDS)), "eos_ids": frozenset({500})}, "stop_token_ids", 145, 144),
+@pytest.mark.parametrize("fields", [
+    {"logit_bias": tuple((i, 1.0) for i in range(MAX_LOGIT_BIAS + 1))},
+    {"bad_words": ((1,),) * (MAX_BAD_WORDS + 1)},
+    {"bad_words": ((1,) * (MAX_BAD_WORD_TOKENS + 1),)},
+    {"stop_ids": frozenset(range(MAX_END_IDS)), "eos_ids": frozenset({500})},
+    {"top_k": -1},
+    {"temperature": GREEDY_TEMPERATURE / 2},
 ])
-def test_more_than_the_tables_hold_is_refused(fields, param, given, limit):
-    with pytest.raises(RequestError, match=rf"{given}.*{limit}") as error:
+def test_what_the_processor_should_have_refused_or_resolved(fields):
+    with pytest.raises(AssertionError):
         pack_slot(options(**fields), 1, [1], MAX_LEN, 1000)
-    assert error.value.param == param
-
-
-@pytest.mark.parametrize("temperature", [0, 0.0, 1e-40, 1e-8, 1e-5])
-def test_temperatures_too_small_to_divide_by_are_stored_as_greedy(temperature):
-    _, floats = pack_slot(options(temperature=temperature), 1, [1], MAX_LEN, VOCAB)
-    assert floats[Float.TEMPERATURE] == 0.0

@@ -9,6 +9,7 @@ import subprocess
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxserve.engine.results import Fault
 from jaxserve.serving.service import State
 from tests.serving.http.conftest import serving
 from tests.serving.http.test_server import COMPLETION, samples
@@ -82,7 +83,8 @@ def test_requests_with_nan_are_counted(make_llm, monkeypatch):
 
         def fetch_with_fault(launched):
             result = fetch(launched)
-            result.failed.update(result.token_ids)
+            for seq_id in result.token_ids:
+                result.failed[seq_id], result.token_ids[seq_id] = Fault.NOT_FINITE, []
             return result
 
         monkeypatch.setattr(llm._runner, "fetch", fetch_with_fault)
@@ -91,6 +93,16 @@ def test_requests_with_nan_are_counted(make_llm, monkeypatch):
         monkeypatch.setattr(llm._runner, "fetch", fetch)
         assert http.post("/v1/completions", json=COMPLETION).status_code == 200
         assert samples(http)["vllm:corrupted_requests_total"] == 1
+
+
+def test_masks_that_leave_nothing_are_no_fault_of_the_model(http):
+    """Which only shows behind the first token: alone it is no bad word."""
+    before = samples(http)["vllm:corrupted_requests_total"]
+    answer = http.post("/v1/completions", json={
+        "prompt": "b", "max_tokens": 4, "allowed_token_ids": [ord("a")], "bad_words": ["aa"]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "bad_words" and "no token is left" in answer.json()["error"]["message"]
+    assert samples(http)["vllm:corrupted_requests_total"] == before
 
 
 @pytest.mark.slow
