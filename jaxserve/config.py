@@ -17,9 +17,10 @@ CompileMode = Literal["lazy", "eager"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 # What counts, beside the memory that planning looks at. A prompt and its continuation are two tokens at least; the
-# sampler's random numbers are apart for positions below 2**20; page ids of all layers must be 32 bit integers.
+# sampler's random numbers are apart for positions below 2**20; page ids of all layers must be 32 bit integers, and
+# page 0 is reserved.
 _BOUNDS = {"max_model_len": (2, 1 << 20), "max_num_seqs": (1, 1 << 16), "max_num_batched_tokens": (1, 1 << 20),
-           "num_pages": (1, 1 << 24), "decode_steps": (1, 256)}
+           "num_pages": (2, 1 << 24), "decode_steps": (1, 256)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class EngineConfig:
             blocking `generate` call are fed in as room appears, so lists of any length work.
         page_size: tokens in one KV page (a power of two, 8 to 256). Default 64 on CPU, where the attention
             loop works through whole pages, 16 on accelerators.
-        num_pages: pages in the KV pool (at most 16777216); default from memory (see `kv_cache_memory_fraction`).
+        num_pages: pages in the KV pool (2 to 16777216); default from memory (see `kv_cache_memory_fraction`).
         kv_cache_memory_bytes: size of the KV pool in bytes, instead of `num_pages`.
         kv_cache_memory_fraction: share of the free RAM that the pool may take on CPU, never more than
             what `max_num_seqs` full-length sequences can use, nor than `CPU_POOL_LIMIT_BYTES`.
@@ -136,8 +137,7 @@ class ResolvedConfig:
     """An EngineConfig after model and device are known: nothing is None any more. Internal.
 
     `query_block`: prefill chunks are laid out in blocks of this many rows, so a chunk costs its length
-    rounded up to it in the step's budget. `prefill_buckets` ascend; the last is the token budget left
-    for prefill. `decode_buckets` ascend; the last is max_num_seqs.
+    rounded up to it in the step's budget. `vocab_size`: rows of the embedding, padding included.
     """
 
     max_model_len: int

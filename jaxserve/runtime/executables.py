@@ -107,11 +107,11 @@ class Executables:
 
         with self.cache(), ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
             futures = []
-            for key in missing:  # tracing is Python and stays in this thread
-                started = time.perf_counter()
-                lowered = self._lower(key)
-                futures.append(pool.submit(compile_one, key, lowered, time.perf_counter() - started))
             try:
+                for key in missing:  # tracing is Python and stays in this thread
+                    started = time.perf_counter()
+                    lowered = self._lower(key)
+                    futures.append(pool.submit(compile_one, key, lowered, time.perf_counter() - started))
                 for future in as_completed(futures):
                     key = future.result()
                     if on_done is not None:

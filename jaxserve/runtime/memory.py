@@ -60,13 +60,11 @@ def size_pool(config: EngineConfig, *, page_bytes: int, page_size: int, max_mode
             beside.check(limit, max_num_seqs, max_model_len)
     if config.num_pages is not None:
         # A hand-set pool may be smaller than a full-length sequence; admission then refuses what cannot fit.
-        if config.num_pages < 2:
-            raise OutOfMemoryError(f"num_pages={config.num_pages}: at least 2 are needed (page 0 is reserved)")
         _check_pool(config.num_pages * page_bytes, f"num_pages={config.num_pages}", limit, beside)
         return PoolSize(num_pages=config.num_pages, reason="set by num_pages")
     if config.kv_cache_memory_bytes is not None:
         budget, reason = config.kv_cache_memory_bytes, "set by kv_cache_memory_bytes"
-        _check_pool(min(budget, (per_seq * max_num_seqs + 1) * page_bytes), reason, limit, beside)
+        _check_pool(budget, reason, limit, beside)
     elif limit is None:
         raise ConfigError(f"{device.device_kind} does not say how much memory it has; set num_pages or "
                           f"kv_cache_memory_bytes")
@@ -77,7 +75,9 @@ def size_pool(config: EngineConfig, *, page_bytes: int, page_size: int, max_mode
     else:
         budget = limit.num_bytes - beside.total
         reason = f"{limit.words}{beside.words}"
-    pages = min(budget // page_bytes, per_seq * max_num_seqs + 1)
+    pages, usable = budget // page_bytes, per_seq * max_num_seqs + 1
+    if not by_hand and pages > usable:  # more would only help the prefix cache, and is there for the asking
+        pages, reason = usable, f"all that {max_num_seqs} sequences of {max_model_len} tokens can use"
     if pages < per_seq + 1:
         raise OutOfMemoryError(
             f"the KV pool would hold {max(pages, 0)} pages of {page_size} tokens ({reason}), but one sequence of "

@@ -38,13 +38,14 @@ def empty_logprobs(rows: int, k: int) -> LogprobOutput:
 def gather_logprobs(logits: jax.Array, target_ids: jax.Array, k: int, *, valid_vocab: int) -> LogprobOutput:
     """log_softmax over ids < valid_vocab of `logits` f32[R, V]: of `target_ids` i32[R], and the k best.
 
+    A target beyond them, which only a prompt may hold, has probability zero.
     A row with a NaN or +inf logit gives NaN; other rows are not touched by it.
     """
     x = blocks.to_blocks(mask_padding(logits, valid_vocab))  # [R, B, L]
     top = x.max(axis=(1, 2))
     log_sum = jnp.log(jnp.exp(x - top[:, None, None]).sum(axis=-1).sum(axis=-1)) + top
 
-    target = blocks.take(logits, target_ids[:, None])[:, 0]
+    target = jnp.where(target_ids < valid_vocab, blocks.take(logits, target_ids[:, None])[:, 0], -jnp.inf)
     rank = 1 + (x > target[:, None, None]).sum(axis=-1, dtype=jnp.int32).sum(axis=-1)
 
     out = empty_logprobs(logits.shape[0], k)

@@ -102,7 +102,8 @@ def test_values_of_a_wrong_type_are_refused_by_name(wrong):
 
 @pytest.mark.parametrize("option, value, least, most", [
     ("max_model_len", 1, 2, 1048576), ("max_model_len", 10**9, 2, 1048576), ("max_num_seqs", 10**6, 1, 65536),
-    ("max_num_batched_tokens", 10**9, 1, 1048576), ("num_pages", 2**31, 1, 16777216), ("decode_steps", 10**9, 1, 256)])
+    ("max_num_batched_tokens", 10**9, 1, 1048576), ("num_pages", 2**31, 2, 16777216), ("num_pages", 1, 2, 16777216),
+    ("decode_steps", 10**9, 1, 256)])
 def test_absurd_values_are_refused_with_the_limits(option, value, least, most):
     with pytest.raises(ConfigError, match=f"{option} must be from {least} to {most}, got {value}"):
         EngineConfig(**{option: value})

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,7 @@ def test_a_failure_is_raised_and_what_was_compiled_stays(stage):
         return lower(key)
 
     executables = Executables(lower_or_fail, "")
+    executables.compile_all([1])
     with pytest.raises(RuntimeError, match="no program 2"):
         executables.compile_all([1, 2, 3])
     assert 1 in executables and 2 not in executables
@@ -85,6 +87,34 @@ def test_a_failure_is_raised_and_what_was_compiled_stays(stage):
     broken = False
     executables.compile_all([1, 2, 3])
     assert len(executables) == 3
+
+
+def test_an_interrupt_while_tracing_waits_only_for_what_has_begun(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    begun, released, compiled = threading.Event(), threading.Event(), []
+    shutdown = ThreadPoolExecutor.shutdown
+
+    def shutdown_and_release(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if wait:  # it would wait for ever
+            released.set()
+        shutdown(self, wait, cancel_futures=cancel_futures)
+        released.set()
+
+    def compile_when_released(key: int) -> None:
+        begun.set()
+        released.wait()
+        compiled.append(key)
+
+    def lower_or_interrupt(key: int):
+        if key == 3:
+            begun.wait()
+            raise KeyboardInterrupt
+        return Lowered(lambda: compile_when_released(key))
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shutdown_and_release)
+    with pytest.raises(KeyboardInterrupt):
+        Executables(lower_or_interrupt, "").compile_all([1, 2, 3])  # type: ignore[arg-type]
+    assert compiled == [1]
 
 
 def test_compilations_of_others_are_counted_too():

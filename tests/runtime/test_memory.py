@@ -56,8 +56,17 @@ def test_never_more_than_the_limit_for_cpus(free_ram):
 
 def test_never_more_than_all_sequences_can_use(free_ram):
     free_ram(1000 * GIB)
-    assert size(max_num_seqs=3).num_pages == 3 * 10 + 1
-    assert size(gpu(bytes_limit=80 * GIB), max_num_seqs=3).num_pages == 3 * 10 + 1
+    for device in (CPU, gpu(bytes_limit=80 * GIB)):
+        assert size(device, max_num_seqs=3).num_pages == 3 * 10 + 1
+        assert size(device, max_num_seqs=3).reason == "all that 3 sequences of 160 tokens can use"
+
+
+def test_unless_more_is_asked_for(free_ram):
+    """A prefix cache outlives the sequences."""
+    free_ram(1000 * GIB)
+    for device in (CPU, gpu(bytes_limit=80 * GIB)):
+        size_ = size(device, max_num_seqs=3, kv_cache_memory_bytes=500 * MIB)
+        assert (size_.num_pages, size_.reason) == (500, "set by kv_cache_memory_bytes")
 
 
 def test_too_little_for_one_sequence_says_the_numbers(free_ram):
@@ -94,7 +103,7 @@ def test_what_an_engine_needs_beside_its_pool_must_fit(free_ram, options, parts,
 # -- by hand
 
 
-@pytest.mark.parametrize("options", [{"num_pages": 2000}, {"kv_cache_memory_bytes": 2000 * MIB, "max_num_seqs": 1000}])
+@pytest.mark.parametrize("options", [{"num_pages": 2000}, {"kv_cache_memory_bytes": 2000 * MIB, "max_num_seqs": 3}])
 def test_a_hand_set_pool_larger_than_the_free_ram_is_refused(free_ram, options):
     free_ram(1000 * MIB)
     with pytest.raises(OutOfMemoryError, match="pool would take 1.95 GiB .*there are 0.98 GiB free RAM;"):
@@ -105,8 +114,6 @@ def test_set_by_pages_or_bytes():
     assert size(num_pages=5).num_pages == 5  # less than a full sequence: admission refuses what cannot fit
     assert size(kv_cache_memory_bytes=20 * MIB + 5).num_pages == 20
     assert size(gpu(), num_pages=5).reason == "set by num_pages"
-    with pytest.raises(OutOfMemoryError, match="num_pages=1: at least 2"):
-        size(num_pages=1)
     with pytest.raises(OutOfMemoryError, match="3 pages.*set by kv_cache_memory_bytes"):
         size(kv_cache_memory_bytes=3 * MIB)
 

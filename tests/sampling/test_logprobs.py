@@ -89,6 +89,12 @@ def test_impossible_tokens_stay_representable_in_json():
     assert out.token_rank[0] == 2 and out.top_logprobs[0, 0] == 0.0
 
 
+def test_an_id_that_the_tokenizer_lacks_has_no_probability():
+    """A prompt of ids may hold it. Its logit is the largest here."""
+    out = gather(random_logits(5), np.array([VALID], np.int32), 5)
+    assert out.token_logprob[0] == np.finfo(np.float32).min and out.token_rank[0] == VALID + 1
+
+
 @pytest.mark.parametrize("scale", [6e4, 1e30])
 def test_large_logits_do_not_overflow(scale):
     logits = np.zeros((1, VOCAB), np.float32)
