@@ -42,16 +42,14 @@ class PagePool:
         num_pages: pages in the device's pool, the dummy page included.
         page_size: tokens in a page.
         enable_prefix_caching: if False, `publish` does nothing and `lookup` finds nothing.
-        hash_key: see PrefixHasher.
     """
 
-    def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True,
-                 hash_key: bytes | None = None):
+    def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True):
         assert num_pages >= 2, "a pool needs the dummy page and one more"
         self.num_pages = num_pages
         self.page_size = page_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.hasher = PrefixHasher(page_size, hash_key)
+        self.hasher = PrefixHasher(page_size)
         self.stats = PrefixCacheStats()
         self.reset()
 
@@ -65,16 +63,6 @@ class PagePool:
         self._prev = [n - 1, *range(n - 1)]
         self.num_free = n - 1
         self.num_cached = 0
-
-    @property
-    def num_used(self) -> int:
-        """Pages held by sequences."""
-        return self.num_pages - 1 - self.num_free
-
-    @property
-    def num_published(self) -> int:
-        """Pages in the prefix cache, used or not."""
-        return len(self._page_of)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""

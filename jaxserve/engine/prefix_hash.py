@@ -10,7 +10,7 @@ import numpy as np
 
 ROOT = bytes(32)  # the parent of a sequence's first page
 
-ExtraKey = tuple[str, str | int | bytes]  # (what it is, its value), e.g. ("cache_salt", "tenant-7")
+ExtraKey = tuple[str, str]  # (what it is, its value), e.g. ("cache_salt", "tenant-7")
 
 
 class PrefixHasher:
@@ -19,17 +19,13 @@ class PrefixHasher:
     Everything that changes a page's K/V beside its tokens must be among the extra keys. Those of the
     first page reach all later ones through the chain.
 
-    Args:
-        page_size: tokens in a page.
-        key: 16 to 64 secret bytes. By default each pool draws its own, so that a hash that leaks (into a
-            log, say) does not let anyone confirm a guess of someone's prompt. Only equality matters to
-            scheduling, so results do not depend on it. Replicas that compare hashes share a key.
+    Each hasher draws its own secret key, so that a hash that leaks (into a log, say) does not let anyone
+    confirm a guess of someone's prompt. Only equality matters to scheduling, so results do not depend on it.
     """
 
-    def __init__(self, page_size: int, key: bytes | None = None):
-        self.page_size = page_size
-        self._empty = blake2b(key=secrets.token_bytes(32) if key is None else key, digest_size=32,
-                              person=b"jaxserve page v1")
+    def __init__(self, page_size: int):
+        self.page_size = page_size  # in tokens
+        self._empty = blake2b(key=secrets.token_bytes(32), digest_size=32, person=b"jaxserve page v1")
 
     def hash_page(self, parent: bytes, ids: bytes, extra_keys: Sequence[ExtraKey] = ()) -> bytes:
         """Hash of one page. `ids`: the page's token ids, u32 little-endian."""
@@ -56,12 +52,7 @@ class PrefixHasher:
             chain.append(parent)
 
 
-def _encode(value: str | int | bytes) -> bytes:
-    """Type tag, length, payload: values of different types or lengths never encode alike."""
-    if isinstance(value, str):
-        tag, payload = b"s", value.encode("utf-8", "surrogatepass")
-    elif isinstance(value, bytes):
-        tag, payload = b"b", value
-    else:
-        tag, payload = b"i", b"%d" % value
-    return tag + len(payload).to_bytes(4, "little") + payload
+def _encode(value: str) -> bytes:
+    """Length and payload, so that moving a boundary between two values is seen."""
+    payload = value.encode("utf-8", "surrogatepass")
+    return len(payload).to_bytes(4, "little") + payload

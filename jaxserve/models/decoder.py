@@ -43,7 +43,7 @@ def decode_tokens(spec: DecoderSpec, params: DecoderParams, token_ids: jax.Array
     Pure. What the tokens see of each other and of the past is `attend`'s business.
 
     Args:
-        params: as they are, or through `bfloat16_as_bits`.
+        params: as they are, or with the layers' bfloat16 weights as uint16; see `bits_as_bfloat16`.
         token_ids: int32 `[T]`.
         positions: int32 `[T]`, each token's position in its own sequence.
         kv: any pytree; it is carried through the layers, so a donated one is updated in place.

@@ -160,7 +160,7 @@ def with_pool(plan: EnginePlan, size: PoolSize) -> EnginePlan:
 
 
 def takes_bits(dtype: str, device: jax.Device) -> bool:
-    """Whether the step takes the layers' weights as uint16; see `models.params.bfloat16_as_bits`."""
+    """Whether the step takes the layers' weights as uint16; see `models.params.bits_as_bfloat16`."""
     return dtype == "bfloat16" and device.platform == "cpu" and CPU_SCAN_WIDENS_BFLOAT16
 
 

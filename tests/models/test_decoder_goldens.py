@@ -1,5 +1,6 @@
 """The decoder computes what transformers computes, for every family and every kind of rope."""
 
+import dataclasses
 from functools import cache, partial
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from jaxserve.models import registry
 from jaxserve.models.decoder import decode_tokens, logits
-from jaxserve.models.params import abstract_params, bfloat16_as_bits
+from jaxserve.models.params import DecoderParams, abstract_params
 from tests.models.checkpoints import random_params
 from tests.models.dense_cache import dense_attend, empty_cache
 from tests.models.golden_cases import CASES, DECODE_POSITIONS, PREFILL_POSITIONS, PROMPT_LEN, llama, prompt
@@ -65,6 +67,11 @@ def test_token_by_token_decode_equals_transformers(name):
         row, kv = step(spec, params, token[None], jnp.array([position]), kv)
         rows.append(np.asarray(row[0]))
     assert relative_error(np.stack(rows)[list(DECODE_POSITIONS)], goldens()[f"{name}/decode"]) <= 1e-4
+
+
+def bfloat16_as_bits(params: DecoderParams) -> DecoderParams:
+    return dataclasses.replace(params, layers=jax.tree.map(
+        lambda leaf: lax.bitcast_convert_type(leaf, jnp.uint16), params.layers))
 
 
 @pytest.mark.parametrize("name", ["llama-heads-9-3-dim-64", "qwen3-heads-5-5-dim-128", "gemma2"])
