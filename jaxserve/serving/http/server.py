@@ -101,6 +101,11 @@ class _Protocol(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._end_idling()
 
+    def _should_upgrade(self) -> bool:
+        """Never, and uvicorn would say twice a request that something is to be installed: Java's client offers HTTP/2
+        each time."""
+        return False
+
     def send_400_response(self, msg: str) -> None:
         """For what is no HTTP: in the API's form, if no answer has begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):

@@ -216,6 +216,9 @@ def test_a_fault_of_the_client_in_mid_stream_is_called_so(stub, server, llm):
     core, error = llm._core, RequestError("bad_words leaves no token to choose", "bad_words")
     llm._thread.call(lambda: core._fail(core._requests["masked"], error))
     assert violation(failure(lambda: call)) == "sampling.bad_words"
+    nothing_left = pb.SamplingParams(max_tokens=4, allowed_token_ids=[97], bad_words=["aa"])
+    call = stub.Generate(pb.GenerateRequest(text="b", sampling=nothing_left))
+    assert violation(failure(lambda: call)) == "sampling.bad_words"
     server.assert_idle()
 
 

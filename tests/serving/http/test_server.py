@@ -259,6 +259,12 @@ def test_what_is_no_http_is_told_so_in_the_apis_form(server, http, said):
     assert http.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_an_offer_of_another_protocol_is_passed_over(http, caplog, protocol):
+    answer = http.get("/health", headers={"Connection": "Upgrade, HTTP2-Settings", "Upgrade": protocol})
+    assert answer.status_code == 200 and not caplog.records
+
+
 def test_an_answer_may_take_longer_than_an_idle_connection(server, monkeypatch):
     with serving(server.llm, idle_seconds=0.05) as small, small.http() as http:
         step = server.llm._core.step
