@@ -38,7 +38,8 @@ class EngineConfig:
         page_size: tokens in one KV page (a power of two, 8 to 256). Default 64 on CPU, where the attention
             loop works through whole pages, 16 on accelerators.
         num_pages: pages in the KV pool (2 to 16777216); default from memory (see `kv_cache_memory_fraction`).
-        kv_cache_memory_bytes: size of the KV pool in bytes, instead of `num_pages`.
+        kv_cache_memory_bytes: size of the KV pool in bytes, instead of `num_pages`. What the running sequences do not
+            use of it keeps prefixes.
         kv_cache_memory_fraction: share of the free RAM that the pool may take on CPU, never more than
             what `max_num_seqs` full-length sequences can use, nor than `CPU_POOL_LIMIT_BYTES`.
         enable_prefix_caching: reuse the KV pages of equal prompt prefixes.

@@ -20,7 +20,7 @@ from jaxserve.engine.output_builder import LogprobRow, RequestState
 from jaxserve.engine.request import Sequence, StepPlan
 from jaxserve.engine.results import Fault, LogprobRows, StepResult
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.errors import EngineError, JaxserveError, QueueFullError, RequestError
+from jaxserve.errors import EngineError, QueueFullError, RequestError
 from jaxserve.outputs import StreamEvent
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class EngineCore:
                 self.scheduler.add(seq)
                 request.sequences.append(seq)
                 self._of_sequence[seq_id] = (request, index)
-        except JaxserveError as error:
+        except RequestError as error:
             self._fail(request, error)
 
     def _feed_backlog(self) -> None:

@@ -28,7 +28,7 @@ from jaxserve.config import ResolvedConfig
 from jaxserve.engine.page_pool import PagePool
 from jaxserve.engine.request import ScheduledRow, Sequence, Status, StepPlan
 from jaxserve.engine.waiting_queue import MAX_OVERTAKES, WaitingQueue, importance, remove_sorted
-from jaxserve.errors import ConfigError, RequestError
+from jaxserve.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +46,7 @@ class Scheduler:
     """
 
     def __init__(self, config: ResolvedConfig):
-        if config.max_num_batched_tokens < config.query_block:
-            raise ConfigError(
-                f"max_num_batched_tokens={config.max_num_batched_tokens} is less than one block of prefill "
-                f"rows; give at least {config.query_block}")
+        assert config.max_num_batched_tokens >= config.query_block
         self.config = config
         self.pool = PagePool(config.num_pages, config.page_size, config.enable_prefix_caching)
         self.block_tables = np.zeros((config.max_num_seqs + 1, config.max_pages_per_seq), np.int32)

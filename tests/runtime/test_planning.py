@@ -114,7 +114,8 @@ def test_a_pool_that_is_too_small_is_found_before_the_weights_are_loaded(monkeyp
         plan(num_pages=None)
     monkeypatch.setattr(memory, "available_ram", lambda: 1 << 30)
     assert plan(num_pages=None, max_num_seqs=2, max_model_len=64).config.num_pages == 3
-    assert plan(num_pages=None).pool_reason.startswith("30% of 1.00 GiB free RAM")
+    assert plan(num_pages=None).pool_reason == "all that 32 sequences of 4096 tokens can use"
+    assert plan(num_pages=None, max_num_seqs=1000).pool_reason.startswith("30% of 1.00 GiB free RAM")
 
 
 @pytest.mark.parametrize("options", [{}, {"num_pages": None}])
