@@ -184,7 +184,7 @@ class EngineCore:
 
     def _drop_sequences(self, request: Request) -> None:
         for seq in request.sequences:
-            self.scheduler.abort(seq.seq_id)
+            self.scheduler.finish(seq)
             self._of_sequence.pop(seq.seq_id, None)
 
     def _forget(self, request: Request) -> None:

@@ -97,15 +97,8 @@ class Scheduler:
         self._live[seq.seq_id] = seq
         self._waiting.push(seq)
 
-    def abort(self, seq_id: int) -> Sequence | None:
-        """Ends a sequence in whatever state it is. None if it has ended already or never was."""
-        seq = self._live.get(seq_id)
-        if seq is not None:
-            self.finish(seq)
-        return seq
-
     def finish(self, seq: Sequence) -> None:
-        """Ends a sequence and gives back all it holds. No effect on one that has ended."""
+        """Ends a sequence, whatever its state, and gives back all it holds. No effect on one that has ended."""
         if seq.status is Status.FINISHED:
             return
         if seq.status is Status.RUNNING:
@@ -146,7 +139,7 @@ class Scheduler:
         """Plans the next step and advances the counters as if it had run.
 
         The plan must be launched, or `requeue_all`/`fail_all` called: its prompt pages can be hit from
-        now on. `abort`, `finish` and `commit` may come between.
+        now on. `finish` and `commit` may come between.
 
         Returns None when nothing can be computed now: no work, or what there is waits for results in
         flight (commit them and call again).

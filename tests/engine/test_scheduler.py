@@ -63,7 +63,7 @@ def test_there_are_never_more_running_than_slots_and_the_lowest_slot_is_used(mak
     loop.add(a, b, c)
     loop.step()
     assert (a.slot, b.slot, c.slot) == (0, 1, -1)
-    loop.scheduler.abort(0)
+    loop.scheduler.finish(a)
     loop.step()
     assert (b.slot, c.slot) == (1, 0)
 
@@ -152,23 +152,22 @@ def test_the_last_tokens_page_is_not_needed(make_loop, make_seq):
     assert seq.status is Status.FINISHED and len(seq.token_ids) == 9
 
 
-@pytest.mark.parametrize("state", ["waiting", "prefill", "decode", "preempted", "finished", "unknown"])
-def test_abort_is_legal_in_every_state_and_idempotent(make_loop, make_seq, state):
+@pytest.mark.parametrize("state", ["waiting", "prefill", "decode", "preempted", "finished"])
+def test_an_end_is_legal_in_every_state_and_idempotent(make_loop, make_seq, state):
     loop = make_loop(max_num_batched_tokens=8, num_pages=8)
     old, seq = make_seq(0, 8, max_tokens=20), make_seq(1, 12, max_tokens=8)
-    steps = dict(waiting=0, prefill=2, decode=5, finished=60, unknown=0).get(state)
-    loop.add(old, *([] if state == "unknown" else [seq]))
+    steps = dict(waiting=0, prefill=2, decode=5, finished=60).get(state)
+    loop.add(old, seq)
     if steps is None:
         while seq.status is not Status.PREEMPTED:
             loop.step()
     else:
         for _ in range(steps):
             loop.step()
-    if state not in ("finished", "unknown"):
-        assert loop.scheduler.abort(1) is seq
+    for _ in range(2):
+        loop.scheduler.finish(seq)
         assert seq.status is Status.FINISHED
-    loop.scheduler.check_invariants()
-    assert loop.scheduler.abort(1) is None
+        loop.scheduler.check_invariants()
     loop.run()
     assert len(old.token_ids) == old.max_len and loop.scheduler.check_idle()
 
@@ -178,7 +177,7 @@ def test_a_late_result_does_not_touch_an_aborted_sequence(make_loop, make_seq):
     seq = make_seq(0, 3)
     loop.add(seq)
     loop.step()
-    loop.scheduler.abort(0)
+    loop.scheduler.finish(seq)
     loop.drain()
     assert len(seq.token_ids) == seq.num_known == 3
 
@@ -482,8 +481,8 @@ def test_a_row_that_fails_on_the_way_brings_what_it_has(make_loop, make_seq):
     loop.scheduler.commit(loop.scheduler.schedule(), {0: [1], 1: [1]})
     assert loop.scheduler.commit(loop.scheduler.schedule(), {0: [2, 3], 1: []}) == [(a, [2, 3])]
     assert a.num_sampled_in_flight == b.num_sampled_in_flight == 0
-    loop.scheduler.abort(0)
-    loop.scheduler.abort(1)
+    loop.scheduler.finish(a)
+    loop.scheduler.finish(b)
     assert loop.scheduler.check_idle()
 
 
