@@ -26,6 +26,9 @@ _WORDS = ("time year people way day man thing woman life child world school stat
           "house service friend father power hour game line end member law car city community name").split()
 
 
+_LONGEST = 1 << 20  # tokens, as of max_model_len
+
+
 @dataclass(frozen=True)
 class Turn:
     """What a conversation adds to what was said before, and how long the answer may be."""
@@ -49,8 +52,9 @@ class LengthRange:
         """`128` or `32-512`. Raises ValueError."""
         low, dash, high = text.partition("-")
         high = high if dash else low
-        if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
-            raise ValueError(f"{text!r} is neither a number of tokens nor a range such as 32-512")
+        if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high) <= _LONGEST):
+            raise ValueError(f"{text!r} is neither a number of tokens, from 1 to {_LONGEST}, nor a range such as "
+                             "32-512")
         return cls(int(low), int(high))
 
     def draw(self, rng: random.Random) -> int:
@@ -121,7 +125,11 @@ def read_dataset(path: Path, kind: PromptKind, output_tokens: LengthRange, seed:
     `output_tokens`. Raises ConfigError naming the line."""
     rng = random.Random(seed)
     conversations = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON's strings may hold its other ends
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text") from None
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -131,7 +139,7 @@ def read_dataset(path: Path, kind: PromptKind, output_tokens: LengthRange, seed:
             else:
                 prompt = entry["prompt"]
             max_tokens = int(entry.get("max_tokens", output_tokens.draw(rng)))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number}: expected a JSON object with "
                               f"{'messages or a prompt' if kind == 'messages' else 'a prompt'}, got {line[:80]!r} "
                               f"({type(error).__name__}: {error})") from None

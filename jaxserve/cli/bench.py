@@ -13,9 +13,12 @@ from typing import Any
 
 import click
 
-from jaxserve.cli.options import SectionedCommand, given, options_of
+from jaxserve.cli.options import FiniteRange, SectionedCommand, given, options_of
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, how_to_install
+from jaxserve.sampling_params import INT32_MAX
+
+_MOST = 1_000_000  # of whatever is counted: a slip of the finger must not fill the memory
 
 
 @click.group(short_help="Measure speed, start-up and host work.")
@@ -37,7 +40,7 @@ def _json_option(command: Callable) -> Callable:
 
 
 def _repetitions_option(command: Callable) -> Callable:
-    return click.option("--repetitions", type=click.IntRange(min=1), default=3, show_default=True,
+    return click.option("--repetitions", type=click.IntRange(min=1, max=_MOST), default=3, show_default=True,
                         help="Measured runs, after one for warm-up.")(command)
 
 
@@ -101,9 +104,10 @@ def startup(model: str, repetitions: int, json_file: Path | None, **options: Any
 
 
 @bench.command(short_help="The host's work per step, without a model.")
-@click.option("--running", type=click.IntRange(min=1), default=256, show_default=True,
+@click.option("--running", type=click.IntRange(min=1, max=65_536), default=256, show_default=True,
               help="Sequences that decode.")
-@click.option("--steps", type=click.IntRange(min=1), default=300, show_default=True, help="Steps of one run.")
+@click.option("--steps", type=click.IntRange(min=1, max=_MOST), default=300, show_default=True,
+              help="Steps of one run.")
 @_repetitions_option
 @_json_option
 def host(running: int, steps: int, repetitions: int, json_file: Path | None) -> None:
@@ -153,25 +157,26 @@ def _json_object(text: str) -> dict[str, Any]:
 @click.option("--api", type=click.Choice(["completions", "chat"]), default="completions", show_default=True)
 @click.option("--text", is_flag=True, help="Completions get words instead of token ids.")
 @click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, help="Sent as a bearer token.")
-@click.option("--request-rate", type=click.FloatRange(min=0, min_open=True),
+@click.option("--request-rate", type=FiniteRange(min=0, min_open=True),
               help="Open loop: so many conversations begin per second, at random moments (Poisson).")
-@click.option("--concurrency", type=click.IntRange(min=1), help="Closed loop: so many run at a time. Default 16.")
-@click.option("--conversations", type=click.IntRange(min=1), default=100, show_default=True,
+@click.option("--concurrency", type=click.IntRange(min=1, max=_MOST),
+              help="Closed loop: so many run at a time. Default 16.")
+@click.option("--conversations", type=click.IntRange(min=1, max=_MOST), default=100, show_default=True,
               help="How many; each makes --turns requests.")
 @click.option("--input-tokens", type=_Parsed("N or N-M", _lengths), default="128", show_default=True,
               help="Of each turn.")
 @click.option("--output-tokens", type=_Parsed("N or N-M", _lengths), default="128", show_default=True)
-@click.option("--turns", type=click.IntRange(min=1), default=1, show_default=True,
+@click.option("--turns", type=click.IntRange(min=1, max=_MOST), default=1, show_default=True,
               help="Requests of a conversation, each with what was said before.")
-@click.option("--think-time", type=click.FloatRange(min=0), default=0.0, show_default=True,
+@click.option("--think-time", type=FiniteRange(min=0), default=0.0, show_default=True,
               help="Seconds between an answer and the next turn.")
-@click.option("--shared-prefix", type=click.IntRange(min=0), default=0, show_default=True,
+@click.option("--shared-prefix", type=click.IntRange(min=0, max=_MOST), default=0, show_default=True,
               help="Tokens with which conversations begin alike, before --input-tokens.")
-@click.option("--prefixes", type=click.IntRange(min=1), default=1, show_default=True,
+@click.option("--prefixes", type=click.IntRange(min=1, max=_MOST), default=1, show_default=True,
               help="Different shared prefixes, used in turn.")
 @click.option("--dataset", type=click.Path(path_type=Path, dir_okay=False, exists=True),
               help='JSON lines with "prompt" or "messages", and perhaps "max_tokens", instead of random prompts.')
-@click.option("--vocab-size", type=click.IntRange(min=2), default=49_000, show_default=True,
+@click.option("--vocab-size", type=click.IntRange(min=2, max=INT32_MAX), default=49_000, show_default=True,
               help="Random ids are below it.")
 @click.option("--sampling", type=_Parsed("JSON", _json_object), default="{}",
               help="Further fields of the requests. Greedy without.")
@@ -179,8 +184,8 @@ def _json_object(text: str) -> dict[str, Any]:
               help="Send ignore_eos and return_token_ids. Default: to servers that say they are jaxserve or vLLM.")
 @click.option("--slo", type=_Parsed("ttft=300ms,tpot=50ms,e2e=10s", _slos), default=None,
               help="Bounds for goodput; any of the three.")
-@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds for a request. Default: none.")
-@click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True,
+@click.option("--timeout", type=FiniteRange(min=0, min_open=True), help="Seconds for a request. Default: none.")
+@click.option("--warmup", type=click.IntRange(min=0, max=_MOST), default=2, show_default=True,
               help="Conversations before, one after the other, that are not counted.")
 @click.option("--seed", type=int, help="Repeats a run; its prompts are in the server's prefix cache then. "
               "Default: a new one, which the report names.")

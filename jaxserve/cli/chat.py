@@ -84,6 +84,9 @@ class Chat:
                 return None
             except KeyboardInterrupt:
                 self._note("\n/exit or Ctrl-D leaves")
+            except UnicodeDecodeError as error:
+                raise click.UsageError(f"standard input is not UTF-8 text (byte {error.object[error.start]:#04x} where "
+                                       "a character should begin)") from None
 
     def _command(self, line: str) -> bool:
         """Carries out a command; False ends the chat."""

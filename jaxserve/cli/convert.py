@@ -20,6 +20,8 @@ def convert(model: str, outdir: Path, dtype: str | None) -> None:
     OUTDIR can then be given as a MODEL.
     """
     # Said before minutes of loading, not after.
+    if outdir.exists() and not outdir.is_dir():  # click lets devices pass
+        raise ConfigError(f"{outdir} is no directory; give one that is new or empty")
     if outdir.exists() and any(outdir.iterdir()):
         raise ConfigError(f"{outdir} is not empty; give a directory that is new or empty")
     from jaxserve.weights.source import open_model

@@ -90,7 +90,7 @@ def _lines(file: Any) -> list[str | list[int]]:
     for number, line in enumerate(lines[:-1] if lines[-1] == "" else lines, 1):
         try:
             prompt = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # a number of very many digits, lists in lists in lists
             prompt = None
         if not isinstance(prompt, (str, list)):
             raise click.UsageError(f"{file.name}, line {number}: expected a JSON string or a list of token ids")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import os
 import signal
@@ -99,6 +100,8 @@ def main(quiet: bool) -> None:
     MODEL is a hub id, a local Hugging Face directory, a .gguf file, an Orbax checkpoint directory, or "demo"
     (SmolLM2-135M-Instruct, fetched once).
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is shown as JSON has it
+        sys.stdout.reconfigure(errors="backslashreplace")
     _show_log(logging.WARNING if quiet else logging.INFO)
 
 

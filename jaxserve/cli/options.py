@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable, Collection
@@ -35,6 +36,16 @@ class IdValue(click.ParamType):
             return int(token_id), float(number)
         except ValueError:
             self.fail(f"{value!r} is not ID=VALUE, for example 17=-100", param, ctx)
+
+
+class FiniteRange(click.FloatRange):
+    """A range that nan, which compares with nothing, and infinity are not in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return number
 
 
 def _click_type(annotation: Any) -> tuple[Any, bool]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jaxserve.capacity.known_models import KNOWN_MODELS
-from jaxserve.cli.options import SectionedCommand, given, options_of
+from jaxserve.cli.options import FiniteRange, SectionedCommand, given, options_of
 from jaxserve.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
               help="Tokens in each sequence's context in the table of decode steps. Default: 1024, or max_model_len.")
 @click.option("--batch", "batches", type=click.IntRange(min=1), multiple=True,
               help="A batch in the table of decode steps. Repeatable. Default: powers of four up to max_num_seqs.")
-@click.option("--gpu-memory-fraction", "gpu_fraction", type=click.FloatRange(min=0, max=1, min_open=True),
+@click.option("--gpu-memory-fraction", "gpu_fraction", type=FiniteRange(min=0, max=1, min_open=True),
               default=0.75, show_default=True,
               help="Share of a GPU's memory that jax takes: its XLA_PYTHON_CLIENT_MEM_FRACTION.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")

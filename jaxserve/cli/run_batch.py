@@ -44,6 +44,8 @@ def run_batch(source: BinaryIO, target: str, model: str, served_model_name: str 
     except ModuleNotFoundError as error:
         raise ConfigError(f"run-batch needs {error.name}: {how_to_install('serve')}") from None
 
+    if not target:
+        raise click.UsageError("--output-file is empty")
     from_file = source is not sys.stdin.buffer
     if from_file and target != "-" and Path(target).exists() and Path(target).samefile(source.name):
         raise click.UsageError(f"the answers would replace their requests: --output-file {target} is the input file")
@@ -92,22 +94,22 @@ def _answer(tasks: list[Task], write: Callable[[bytes], Any], model: str, model_
 
 @contextlib.contextmanager
 def _output(target: str) -> Iterator[Callable[[bytes], Any]]:
-    """Where lines go: standard output at once, a file only if all goes well."""
+    """Where lines go: standard output, a pipe or a device at once; a file only if all goes well, in place of one that
+    was there."""
     if target == "-":
-        stdout = sys.stdout.buffer
-
-        def write(line: bytes) -> None:
-            stdout.write(line)
-            stdout.flush()
-
-        yield write
+        yield _at_once(sys.stdout.buffer)
         return
     path = Path(target)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    in_place = path.exists() and not path.is_file()  # a pipe or a device must not be replaced by a file
+    partial = path if in_place else path.parent / f".{path.name}.{os.getpid()}.partial"
     try:
-        file = partial.open("xb")
+        file = partial.open("wb" if in_place else "xb")
     except OSError as error:
         raise ConfigError(f"cannot write to {path.parent}: {error}") from None
+    if in_place:
+        with file:
+            yield _at_once(file)
+        return
     try:
         with file:
             yield file.write
@@ -115,3 +117,11 @@ def _output(target: str) -> Iterator[Callable[[bytes], Any]]:
     except BaseException:
         partial.unlink()
         raise
+
+
+def _at_once(file: BinaryIO) -> Callable[[bytes], Any]:
+    def write(line: bytes) -> None:
+        file.write(line)
+        file.flush()
+
+    return write

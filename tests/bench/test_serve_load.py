@@ -63,7 +63,7 @@ def test_ranges(text, low, high):
     assert LengthRange.parse(text) == LengthRange(low, high)
 
 
-@pytest.mark.parametrize("text", ["", "0", "-3", "9-3", "a", "1.5", "3-"])
+@pytest.mark.parametrize("text", ["", "0", "-3", "9-3", "a", "1.5", "3-", "1-9999999999"])
 def test_wrong_ranges(text):
     with pytest.raises(ValueError, match="range such as"):
         LengthRange.parse(text)
@@ -77,7 +77,8 @@ def test_datasets(tmp_path):
     assert read_dataset(file, "messages", length, 0)[0][0].prompt == [{"role": "user", "content": "Hello"}]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"messages": []}', '{"prompt": "a", "max_tokens": "x"}'])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"messages": []}', '{"prompt": "a", "max_tokens": "x"}',
+                                  '{"prompt": "a", "max_tokens": 1e999}', pytest.param("[" * 100_000, id="deep")])
 def test_wrong_datasets(tmp_path, text):
     file = tmp_path / "data.jsonl"
     file.write_text('{"prompt": "a"}\n' + text)
@@ -86,3 +87,11 @@ def test_wrong_datasets(tmp_path, text):
     file.write_text("\n")
     with pytest.raises(ConfigError, match="no prompt"):
         read_dataset(file, "text", LengthRange(1, 1), 0)
+    file.write_bytes(b'{"prompt": "\xfc"}')
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+        read_dataset(file, "text", LengthRange(1, 1), 0)
+
+
+def test_a_text_may_hold_any_end_of_line_but_json_s(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a\u2028b"}\r\n', encoding="utf-8", newline="")
+    assert read_dataset(tmp_path / "data.jsonl", "text", LengthRange(1, 1), 0) == [[Turn("a\u2028b", 1)]]

@@ -31,6 +31,12 @@ def test_piped_input_prints_answers_only(fake_llm):
     assert fake_llm.instances[0].closed
 
 
+def test_piped_input_that_is_not_utf_8(fake_llm):
+    result = CliRunner().invoke(main, ["chat", "m"], input=b"M\xfcsli\n")
+    assert result.exit_code == 2
+    assert "standard input is not UTF-8 text (byte 0xfc" in result.stderr
+
+
 def test_the_conversation_grows_by_whole_turns(fake_llm):
     piped("Hello", "And you?", args=("--system", "Be brief."))
     first, second = (call[1] for call in fake_llm.instances[0].calls)

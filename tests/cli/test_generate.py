@@ -50,12 +50,21 @@ def test_prompt_files(fake_llm, tmp_path):
     assert fake_llm.instances[0].calls[0][1] == ["first", "second", "line\nbreak", [1, 2, 3]]
 
 
-def test_a_broken_prompt_file_names_the_line(fake_llm, tmp_path):
-    (tmp_path / "b.jsonl").write_text('"good"\n{"bad": 1}\n')
+@pytest.mark.parametrize("line", ['{"bad": 1}', "[" * 100_000, f"[{'1' * 5000}]"], ids=["object", "deep", "long id"])
+def test_a_broken_prompt_file_names_the_line(fake_llm, tmp_path, line):
+    (tmp_path / "b.jsonl").write_text(f'"good"\n{line}\n')
     result = run("--prompt-file", str(tmp_path / "b.jsonl"))
     assert result.exit_code == 2
     assert "line 2" in result.stderr
     assert not fake_llm.instances
+
+
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_a_prompt_that_no_output_can_hold_is_shown_as_json_has_it(fake_llm, tmp_path, as_json):
+    (tmp_path / "a.jsonl").write_text('"a\\ud800"')
+    result = run("--prompt-file", str(tmp_path / "a.jsonl"), *as_json)
+    assert result.exit_code == 0, result.output
+    assert "a\\ud800" in result.stdout
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 from click.testing import CliRunner
 
@@ -36,6 +37,20 @@ def test_pipes(tiny_model):
     assert json.loads(result.stdout)["response"]["status_code"] == 200
 
 
+def test_a_pipe_is_written_to_and_not_replaced(tiny_model, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        result = run("-i", "-", "-o", str(pipe), "--model", str(tiny_model), "--served-model-name", "small", *ENGINE,
+                     stdin=GOOD)
+        assert result.exit_code == 0, result.output
+        assert json.loads(os.read(reader, 1 << 16))["response"]["status_code"] == 200
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+
+
 def test_nothing_is_left_when_the_model_does_not_open(tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(GOOD)
@@ -52,6 +67,7 @@ def test_what_is_wrong_is_said_before_the_model_is_opened(tmp_path):
             (("-i", str(empty), "-o", "-", "--model", "x"), "holds no requests"),
             (("-i", str(tmp_path / "none"), "-o", "-", "--model", "x"), "No such file"),
             (("-i", "-", "-o", str(tmp_path / "no" / "out"), "--model", "x"), "cannot write"),
+            (("-i", "-", "-o", "", "--model", "x"), "--output-file is empty"),
             (("-i", "-", "-o", "-", "--model", "x", "--max-num-seqs", "0"), "max_num_seqs")):
         result = run(*args, stdin=GOOD)
         assert result.exit_code == 2 and message in result.stderr
