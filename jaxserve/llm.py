@@ -98,12 +98,12 @@ class LLM:
             with memory_errors("compiling"):
                 _compile_all(plan, executables)
         compiled = time.perf_counter()
-        sharding = jax.sharding.SingleDeviceSharding(device)
+        formats = plan.weight_formats
         with memory_errors("loading the weights"):
             if params is None:
-                placed = source.load(self._dtype, sharding)
+                placed = source.load(self._dtype, formats)
             else:
-                placed = params_from_arrays(params, source.spec, source.name_map, name_map, self._dtype, sharding)
+                placed = params_from_arrays(params, source.spec, source.name_map, name_map, self._dtype, formats)
         give_back()  # what reading and dequantising took
         loaded = time.perf_counter()
 
@@ -273,17 +273,18 @@ class LLM:
         Args:
             params, name_map: as for the constructor. Structure, shapes and shardings must be the engine's;
                 of a DecoderParams also the dtype, the other kinds are converted. The jax arrays of a DecoderParams
-                are kept, not copied (those of the constructor too): the engine never donates them, so they stay
-                yours to read, but they must not be donated or deleted while the engine uses them. A train step
-                that donates its parameters must be given others: `jax.tree.map(jnp.copy, params)`.
+                are kept, not copied (those of the constructor too; on TPUs the large ones are copied into the order
+                that products read): the engine never donates them, so they stay yours to read, but they must not be
+                donated or deleted while the engine uses them. A train step that donates its parameters must be given
+                others: `jax.tree.map(jnp.copy, params)`.
 
         Raises:
             ConfigError, CheckpointError: naming the first leaf that differs; the old weights stay.
         """
         self._check_open()
         source = self._source
-        sharding = self._runner.params.embed.sharding
-        placed = params_from_arrays(params, source.spec, source.name_map, name_map, self._dtype, sharding)
+        placed = params_from_arrays(params, source.spec, source.name_map, name_map, self._dtype,
+                                    self._runner.plan.weight_formats)
 
         def swap() -> None:
             self._runner.update_params(placed)

@@ -21,6 +21,7 @@ from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.jax_settings import own_settings
 from jaxserve.runtime.state import DeviceState
 from jaxserve.runtime.step import StepSpec, step
+from jaxserve.runtime.weight_formats import weight_formats
 from jaxserve.sampling import slots
 
 ADMIT: Literal["admit"] = "admit"
@@ -57,6 +58,11 @@ class EnginePlan:
     @property
     def weights_bytes(self) -> int:
         return _num_bytes(self.params)
+
+    @property
+    def weight_formats(self) -> DecoderParams:
+        """Where each of the weights must lie, and how: see `weight_formats`."""
+        return weight_formats(self.params, self.device)
 
     @property
     def logits_bytes(self) -> int:
@@ -102,6 +108,9 @@ class EnginePlan:
         def placed(tree: Any) -> Any:
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
+        def weight(leaf: Any, where: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
         def vector(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
@@ -111,7 +120,8 @@ class EnginePlan:
             return jax.jit(slots.admit, donate_argnums=0).lower(
                 state.slots, vector(jnp.int32), vector(jnp.int32, ints), vector(jnp.float32, floats))
         batch = vector(jnp.int32, program.num_seqs(config.query_block), NUM_COLUMNS + config.max_pages_per_seq)
-        return jax.jit(partial(step, self.step, program), donate_argnums=1).lower(placed(self.params), state, batch)
+        params = jax.tree.map(weight, self.params, self.weight_formats)
+        return jax.jit(partial(step, self.step, program), donate_argnums=1).lower(params, state, batch)
 
 
 def _num_bytes(tree: Any) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format
 
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.models.params import DecoderParams, abstract_params
@@ -14,7 +15,7 @@ from jaxserve.models.placement import NameMap
 from jaxserve.models.registry import ignorable
 from jaxserve.models.spec import DecoderSpec
 from jaxserve.weights.lazy import LazyTensor
-from jaxserve.weights.load import Shardings, leaf_paths, load_params, sharding_of_leaves
+from jaxserve.weights.load import Shardings, leaf_paths, load_params, sharding_of, sharding_of_leaves
 
 # Dotted nnx path -> Hugging Face name, or that and the way from the nnx array to Hugging Face's layout.
 NnxNames = Mapping[str, str | tuple[str, Callable[[Any], Any]]]
@@ -31,8 +32,8 @@ def params_from_arrays(
     """The parameters of `spec` from a DecoderParams, from arrays by Hugging Face name, or from a Flax nnx module
     or state with `nnx_names`.
 
-    A DecoderParams is checked and used as it is, without a copy; the other two are rearranged and converted to
-    `dtype`.
+    A DecoderParams is checked and used as it is, without a copy but of what must lie in another format; the other two
+    are rearranged and converted to `dtype`.
 
     Raises:
         ConfigError: `params` is none of these, or a DecoderParams of another dtype or sharding.
@@ -65,15 +66,16 @@ def _checked(params: DecoderParams, spec: DecoderSpec, dtype: Any, shardings: Sh
     where = sharding_of_leaves(expected, shardings)
     placed = []
     for path, leaf in expected.items():
-        array, sharding = given[path], where[path]
+        array, sharding = given[path], sharding_of(where[path])
         if array.dtype != leaf.dtype:
             raise ConfigError(
                 f"params: {path} is {array.dtype}, the engine's weights are {leaf.dtype}; cast it, or set dtype=")
-        if not isinstance(array, jax.Array):
-            array = jax.device_put(array, sharding)
-        elif sharding is not None and not array.sharding.is_equivalent_to(sharding, array.ndim):
+        on_device = isinstance(array, jax.Array)
+        if on_device and sharding is not None and not array.sharding.is_equivalent_to(sharding, array.ndim):
             raise ConfigError(f"params: {path} is sharded as {array.sharding}, the engine needs {sharding}; "
                               "move it with jax.device_put")
+        if not on_device or isinstance(where[path], Format):  # arrays that lie as they must are not copied
+            array = jax.device_put(array, where[path])
         placed.append(array)
     return jax.tree.unflatten(jax.tree.structure(params), placed)
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+from jax.experimental.layout import Format
 
 from jaxserve.errors import CheckpointError, UnsupportedModelError
 from jaxserve.models.params import DecoderParams, abstract_params
@@ -24,7 +25,8 @@ from jaxserve.models.spec import DecoderSpec
 from jaxserve.weights.lazy import TensorMap
 
 Progress = Callable[[int, int], None]  # bytes of device memory filled so far, and in total
-Shardings = DecoderParams | jax.sharding.Sharding  # of each leaf, or of all
+# Of each leaf, or of all: where it is, and with a Format how it lies there.
+Shardings = DecoderParams | jax.sharding.Sharding | Format
 
 _FLOATS = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
 _THREADS = 4  # numpy copies and dequantises without the GIL; each thread holds one tensor
@@ -43,7 +45,7 @@ def load_params(
     """The parameters of `spec` in `dtype`, filled from `tensors` as `name_map` says.
 
     Args:
-        shardings: one for every leaf, or a DecoderParams of them; None: jax's default device.
+        shardings: one (or a Format) for every leaf, or a DecoderParams of them; None: jax's default device.
         ignorable: whether a tensor that the name map does not know may be left out (buffers that some
             exporters write, a tied `lm_head`); any other unknown tensor is an error.
         progress: called after each tensor with (bytes filled, bytes in total).
@@ -96,10 +98,15 @@ def leaf_paths(params: DecoderParams) -> dict[str, Any]:
 
 
 def sharding_of_leaves(leaves: Mapping[str, Any], shardings: Shardings | None) -> dict[str, Any]:
-    """Leaf path -> its sharding, None for the default device."""
+    """Leaf path -> its sharding or format, None for the default device."""
     if isinstance(shardings, DecoderParams):
         return leaf_paths(shardings)
     return dict.fromkeys(leaves, shardings)
+
+
+def sharding_of(where: Any) -> Any:
+    """The sharding of a sharding or format."""
+    return where.sharding if isinstance(where, Format) else where
 
 
 @dataclass(slots=True)
@@ -127,9 +134,10 @@ def _sources_by_leaf(name_map: NameMap) -> dict[str, _Sources]:
 
 
 def _build_leaf(
-    leaf: jax.ShapeDtypeStruct, sources: _Sources, tensors: TensorMap, sharding: Any, report: _Reporter
+    leaf: jax.ShapeDtypeStruct, sources: _Sources, tensors: TensorMap, where: Any, report: _Reporter
 ) -> jax.Array:
     whole = tuple((0, n) for n in leaf.shape)
+    sharding = sharding_of(where)
     if sharding is None:
         return jax.device_put(_fill_shard(whole, leaf.dtype, sources, tensors, report))
     pieces = []
@@ -139,7 +147,8 @@ def _build_leaf(
         # An asynchronous transfer keeps its host buffer alive; waiting bounds the host at one shard.
         jax.block_until_ready(copies)
         pieces += copies
-    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, pieces)
+    array = jax.make_array_from_single_device_arrays(leaf.shape, sharding, pieces)
+    return jax.device_put(array, where, donate=True) if isinstance(where, Format) else array
 
 
 def _windows(sharding: Any, shape: tuple[int, ...]) -> dict[tuple[_Range, ...], list[Any]]:
@@ -213,7 +222,8 @@ def _volume(index: tuple[int | slice, ...], shape: tuple[int, ...]) -> int:
 def _shard_bytes(leaf: jax.ShapeDtypeStruct, sharding: Any) -> int:
     size = math.prod(leaf.shape)
     if sharding is not None:
-        size = sum(math.prod(stop - start for start, stop in window) for window in _windows(sharding, leaf.shape))
+        windows = _windows(sharding_of(sharding), leaf.shape)
+        size = sum(math.prod(stop - start for start, stop in window) for window in windows)
     return size * leaf.dtype.itemsize
 
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.params import DecoderParams, abstract_params
 from jaxserve.models.spec import DecoderSpec
 from jaxserve.tokenizer import Tokenizer
-from jaxserve.weights.load import Shardings, leaf_paths, sharding_of_leaves
+from jaxserve.weights.load import Shardings, leaf_paths, sharding_of, sharding_of_leaves
 
 MANIFEST = "jaxserve.json"
 FORMAT_VERSION = 1
@@ -109,10 +110,12 @@ def restore_params(
     with _damage_found(path), ocp.StandardCheckpointer() as checkpointer:
         _check_leaves(directory, {name: tuple(m.shape) for name, m in _stored(checkpointer, path).items()}, wanted)
         where = sharding_of_leaves(wanted, shardings or jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
-        target = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where[name])
+        target = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(where[name]))
                   for name, leaf in wanted.items()}
         restored = checkpointer.restore(path, target)
-    return jax.tree.unflatten(jax.tree.structure(expected), [restored[name] for name in wanted])
+    placed = [jax.device_put(restored[name], where[name], donate=True) if isinstance(where[name], Format)
+              else restored[name] for name in wanted]
+    return jax.tree.unflatten(jax.tree.structure(expected), placed)
 
 
 @contextlib.contextmanager

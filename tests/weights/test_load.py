@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import textwrap
@@ -11,10 +12,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 
 from jaxserve.errors import CheckpointError, UnsupportedModelError
 from jaxserve.models.params import abstract_params
 from jaxserve.models.registry import ignorable, name_map, resolve
+from jaxserve.weights.arrays import params_from_arrays
 from jaxserve.weights.lazy import LazyTensor
 from jaxserve.weights.load import load_params
 from tests.models.checkpoints import random_checkpoint
@@ -126,6 +129,23 @@ def test_one_sharding_for_all_leaves():
     params = load(LLAMA, tensors, shardings=sharding)
     assert_params_equal(params, load(LLAMA, tensors))
     assert params.layers.wqkv.sharding == sharding
+
+
+def test_a_format_is_how_the_array_lies():
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    spec = resolve(LLAMA, None)
+    formats = jax.tree.map(lambda leaf: device, abstract_params(spec, "float32"))
+    formats = dataclasses.replace(formats, layers=dataclasses.replace(
+        formats.layers, w_gate_up=Format(Layout((0, 2, 1, 3)), device)))
+    tensors = random_checkpoint(LLAMA)
+    params, plain = load(LLAMA, tensors, shardings=formats), load(LLAMA, tensors)
+    assert params.layers.w_gate_up.format.layout.major_to_minor == (0, 2, 1, 3)
+    assert_params_equal(params, plain)
+    # Weights in memory: what lies otherwise is copied, the others are not, and neither is deleted.
+    taken = params_from_arrays(plain, spec, {}, None, "float32", formats)
+    assert taken.layers.w_gate_up.format.layout.major_to_minor == (0, 2, 1, 3)
+    assert taken.layers.w_down is plain.layers.w_down
+    assert_params_equal(taken, plain)
 
 
 def test_shards_on_four_devices_equal_the_whole():
