@@ -1,7 +1,7 @@
 """How the weights lie in a device's memory: as the step's products read them.
 
 On TPUs the last two axes of an array lie in tiles. A product whose matrix lies otherwise than it likes is preceded by
-a copy of the matrix, in every layer and step: libtpu copied two thirds of Llama-3-8B's weights for each token, and on
+a copy of the matrix, in every layer and step: libtpu copied more than half of Llama-3-8B's weights, and on
 TPU7x most of the others. Elsewhere arrays lie in the order of their axes, as jax makes them.
 """
 
