@@ -80,7 +80,7 @@ class EnginePlan:
         """Temporaries of the largest step, as the sum of the arrays that live at once, where no compiler can say.
 
         Either those of the layers, for each row the residual stream and twice the widest product, or those of
-        sampling, for each row that may sample five arrays of logits (eight on TPUs), all float32; and the
+        sampling, for each row that may sample five arrays of logits (ten on TPUs), all float32; and the
         log-probabilities that it returns. docs/capacity.md compares this with what the compilers say.
         """
         spec, config = self.step.model, self.config
@@ -90,7 +90,7 @@ class EnginePlan:
                    for bucket in self.buckets)
         return 8 * rows * config.max_logprobs + 4 * max(
             largest.num_tokens * (spec.hidden_size + 2 * widest),
-            (8 if self.device.platform == "tpu" else 5) * largest.num_seqs(config.query_block) * spec.vocab_size)
+            (10 if self.device.platform == "tpu" else 5) * largest.num_seqs(config.query_block) * spec.vocab_size)
 
     @own_settings()
     def init_state(self) -> DeviceState:

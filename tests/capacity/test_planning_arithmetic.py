@@ -93,7 +93,7 @@ def test_the_pool_is_no_larger_than_can_be_used():
 def test_a_tpu_keeps_more_arrays_of_logits_than_a_gpu():
     """As its compiler says of the programs in docs/kernels.md, where neither is asked."""
     on_tpu, on_gpu = (capacity(target, max_num_seqs=256).share.temp_bytes for target in ("tpu:v6e:1x1", "gpu:h100"))
-    assert on_tpu - on_gpu == 3 * 4 * 320 * LLAMA.spec.vocab_size
+    assert on_tpu - on_gpu == 5 * 4 * 320 * LLAMA.spec.vocab_size
 
 
 def test_a_larger_share_of_a_gpu_gives_a_larger_pool():

@@ -34,6 +34,7 @@ DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
 MIN_PING_INTERVAL_SECONDS = 5  # clients that ping more often than this are sent away
 KEEPALIVE_SECONDS = 60.0
 KEEPALIVE_TIMEOUT_SECONDS = 20
+_FOREVER = 1e9
 REPLACED_SECONDS = 3600.0  # for which calls go on that began before the certificate was renewed
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -58,7 +59,8 @@ class GrpcServer:
         self._tls = tls
         self._stamp = None if tls is None else tls.stamp()
         self._server, self.port = make()
-        self._replaced: dict[grpc.aio.Server, asyncio.Future[None]] = {}  # until their calls have ended
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._hurry = asyncio.Event()
         self._renewing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -79,11 +81,22 @@ class GrpcServer:
             await new.stop(0)
             raise
         old, self._server = self._server, new
-        self._replaced[old] = stopping = asyncio.ensure_future(old.stop(REPLACED_SECONDS))
-        stopping.add_done_callback(lambda _: self._replaced.pop(old))
+        retiring = asyncio.ensure_future(self._retire(old))
+        self._retiring.add(retiring)
+        retiring.add_done_callback(self._retiring.discard)
+
+    async def _retire(self, server: grpc.aio.Server) -> None:
+        """It takes no more calls; those that run may go on for an hour, or until there is a hurry."""
+        stopping, hurry = asyncio.ensure_future(server.stop(_FOREVER)), asyncio.ensure_future(self._hurry.wait())
+        await asyncio.wait({stopping, hurry}, timeout=REPLACED_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        # Never two stops at a time: the first to end frees the server under the other, which ends the process.
+        stopping.cancel()
+        hurry.cancel()
+        await asyncio.wait({stopping, hurry})
+        await server.stop(0)
 
     async def stop(self, grace: float = 0.0) -> None:
-        """Takes no more calls. Those that run may end within `grace` seconds; then they are cancelled.
+        """Waits for the calls that run, for `grace` seconds at most, and ends all. The service was told to take no more.
 
         Health watches and reflection streams do not end by themselves and are not waited for.
         """
@@ -91,13 +104,11 @@ class GrpcServer:
             self._renewing.cancel()
             await asyncio.wait([self._renewing])
         await self._health_status.close()
-        servers = self._server, *self._replaced
-        stopped = asyncio.gather(*(server.stop(grace) for server in servers))
         idle = asyncio.gather(*(servicer.calls.idle() for servicer in self._servicers))
-        await asyncio.wait({stopped, idle}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({idle}, timeout=grace)
         idle.cancel()
-        await asyncio.gather(*(server.stop(0) for server in servers))
-        await stopped
+        self._hurry.set()
+        await asyncio.gather(self._server.stop(0), *self._retiring)
 
 
 async def serve(service: Service, host: str, port: int, *, tls: TlsFiles | None = None, tokens: Sequence[str] = (),
