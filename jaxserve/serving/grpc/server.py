@@ -96,7 +96,7 @@ class GrpcServer:
         await server.stop(0)
 
     async def stop(self, grace: float = 0.0) -> None:
-        """Waits for the calls that run, for `grace` seconds at most, and ends all. The service was told to take no more.
+        """Waits for the calls that run, for `grace` seconds at most, and ends all. The service took no more before.
 
         Health watches and reflection streams do not end by themselves and are not waited for.
         """
