@@ -68,6 +68,10 @@ class Server:
         """Runs a coroutine in the server's loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(TIMEOUT)
 
+    def wait_until_idle(self) -> None:
+        """An answer is out a moment before its request is forgotten."""
+        assert self.call(self.service.idle(TIMEOUT))
+
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(TIMEOUT)

@@ -139,7 +139,8 @@ def test_unknown_paths_and_methods(http):
     assert answer.headers["allow"] == "POST"
 
 
-def test_one_bad_prompt_refuses_the_call(http):
+def test_one_bad_prompt_refuses_the_call(server, http):
+    server.wait_until_idle()
     refused(http, COMPLETIONS, {"prompt": ["good", "x" * 1280]})
     refused(http, COMPLETIONS, {"prompt": ["a"] * 1000, "n": 2})
     assert http.get("/load").json()["server_load"] == 0

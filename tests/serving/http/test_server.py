@@ -39,7 +39,8 @@ def test_models(server, client):
     assert client.models.retrieve("tiny") == model
 
 
-def test_state(http):
+def test_state(server, http):
+    server.wait_until_idle()
     for path in ("/health", "/ping"):
         assert (http.get(path).status_code, http.get(path).json()) == (200, {"status": "ready"})
     assert http.get("/load").json() == {"server_load": 0, "waiting": 0, "waiting_tokens": 0}
@@ -232,6 +233,7 @@ def test_sockets_that_say_nothing_disturb_nobody(server, http):
     assert http.post("/v1/completions", json=COMPLETION).status_code == 200
     for connection in silent + half:
         connection.close()
+    server.wait_until_idle()
     assert http.get("/load").json()["server_load"] == 0
 
 
