@@ -100,7 +100,8 @@ def q6_k(block: bytes) -> list[np.float32]:
     return values
 
 
-@pytest.mark.parametrize(("qtype", "reference"), [(Q.Q4_K, q4_k), (Q.Q5_K, q5_k), (Q.Q6_K, q6_k)], ids=lambda x: str(x))
+@pytest.mark.parametrize(("qtype", "reference"), [(Q.Q4_K, q4_k), (Q.Q5_K, q5_k), (Q.Q6_K, q6_k)],
+                         ids=["Q4_K", "Q5_K", "Q6_K"])
 def test_k_quants_equal_the_description_of_the_format(qtype, reference, tmp_path):
     rows, blocks = 3, 2
     block_bytes = GGML_QUANT_SIZES[qtype][1]
