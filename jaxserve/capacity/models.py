@@ -40,6 +40,8 @@ def find_model(model: str | os.PathLike[str], max_model_len: int | None = None) 
     except UnsupportedModelError:
         raise
     except CheckpointError as error:
+        if os.path.exists(name):  # then the error says what is wrong with it
+            raise
         raise CheckpointError(f"{error}, a config.json, or one of {', '.join(KNOWN_MODELS)}") from error
     return _model(description, config, dtype, max_model_len)
 

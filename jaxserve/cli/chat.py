@@ -35,14 +35,18 @@ Ctrl-C stops an answer; what was said of it stays in the conversation."""
 def chat(model: str, system: str | None, **options: Any) -> None:
     """Chat with MODEL. The answers stream; earlier turns come from the prefix cache.
 
-    When standard input is not a terminal, each of its lines is a message and only the answers are printed.
+    When standard input is not a terminal, each of its lines is a message, only the answers are printed, and the exit
+    code is 1 if one was refused.
     """
     params = SamplingParams(**given(SamplingParams, options))
     from rich.console import Console
 
     from jaxserve import LLM
     with LLM(model, **given(EngineConfig, options)) as llm:
-        Chat(llm, params, system, Console(highlight=False), interactive=sys.stdin.isatty()).run()
+        chat = Chat(llm, params, system, Console(highlight=False), interactive=sys.stdin.isatty())
+        chat.run()
+    if chat.num_refused and not chat.interactive:
+        sys.exit(1)
 
 
 class Chat:
@@ -50,6 +54,9 @@ class Chat:
 
     The conversation only ever holds whole turns: a message whose answer failed, or was stopped before its
     first word, is dropped.
+
+    Attributes:
+        num_refused: messages whose answer failed.
     """
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None, console: Console, *,
@@ -58,6 +65,7 @@ class Chat:
         self.params = params
         self.console = console
         self.interactive = interactive
+        self.num_refused = 0
         self.reset(system)
 
     def reset(self, system: str | None) -> None:
@@ -119,7 +127,11 @@ class Chat:
         except KeyboardInterrupt:
             self._note("\nstopped", end="")
         except JaxserveError as error:
-            self.console.print(f"error: {error}", style="red", markup=False)
+            self.num_refused += 1
+            if self.interactive:
+                self.console.print(f"error: {error}", style="red", markup=False)
+            else:
+                click.echo(f"error: {error}", err=True)
             return
         self.console.print()
         if text:

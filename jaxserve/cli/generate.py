@@ -17,6 +17,7 @@ from jaxserve.outputs import PositionLogprobs, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
+MAX_PROMPT_FILE_BYTES = 256 << 20  # devices have no end
 
 
 @click.command(cls=SectionedCommand, short_help="Complete prompts and answer messages.")
@@ -75,8 +76,11 @@ def generate(model: str, prompts: tuple[str, ...], messages: tuple[str, ...], sy
 
 
 def _read(file: BinaryIO, name: str) -> str:
+    content = file.read(MAX_PROMPT_FILE_BYTES + 1)
+    if len(content) > MAX_PROMPT_FILE_BYTES:
+        raise click.UsageError(f"{name} has more than {MAX_PROMPT_FILE_BYTES >> 20} MiB; give it in parts")
     try:
-        return file.read().decode("utf-8").replace("\r\n", "\n")
+        return content.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise click.UsageError(f"{name} is not UTF-8 text (byte {error.object[error.start]:#04x} where a character "
                                f"should begin); convert it, for example with iconv -t UTF-8") from None

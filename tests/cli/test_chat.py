@@ -31,6 +31,13 @@ def test_piped_input_prints_answers_only(fake_llm):
     assert fake_llm.instances[0].closed
 
 
+def test_piped_messages_that_are_refused_fail_the_run(fake_llm):
+    result = piped("too long", "Hello")
+    assert result.exit_code == 1
+    assert result.stdout == " word word\n"
+    assert "at most 1024 fit" in result.stderr
+
+
 def test_piped_input_that_is_not_utf_8(fake_llm):
     result = CliRunner().invoke(main, ["chat", "m"], input=b"M\xfcsli\n")
     assert result.exit_code == 2

@@ -83,6 +83,13 @@ def test_standard_input_that_is_not_utf_8(fake_llm):
     assert "standard input is not UTF-8 text" in result.stderr
 
 
+def test_a_prompt_file_without_an_end(fake_llm, monkeypatch):
+    monkeypatch.setattr("jaxserve.cli.generate.MAX_PROMPT_FILE_BYTES", 3 << 20)
+    result = run("--prompt-file", "/dev/zero")
+    assert result.exit_code == 2
+    assert "/dev/zero has more than 3 MiB" in result.stderr
+
+
 def test_an_interrupt_is_exit_code_130_and_one_line(fake_llm, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt

@@ -70,6 +70,13 @@ def test_mistakes_are_one_line(args, words):
     assert "Traceback" not in result.stderr
 
 
+def test_a_broken_directory_is_not_taken_for_a_misspelled_name(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    result = run("--model", str(tmp_path), "--target", "gpu:t4")
+    assert result.exit_code == 2
+    assert "config.json" in result.stderr and "one of llama-3-8b" not in result.stderr
+
+
 def test_this_machine_s_cpu_is_compiled_for(tiny_model):
     result = run("--model", str(tiny_model), "--target", "cpu", "--json", "--max-model-len", "64", "--max-num-seqs",
                  "2", "--max-num-batched-tokens", "32", "--page-size", "16", "--num-pages", "4000", "--deterministic")
