@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 TESTS ?=
+WORKERS ?= 2
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 
 .PHONY: check-kernels compiler help demo test test-slow test-clients drill lint bench clean
 help:
 	@echo "make demo       generate text with a small real model (downloads 93 MB once)"
-	@echo "make test       the test suite"
+	@echo "make test       the test suite, in WORKERS=2 processes of 2.5 GB each"
 	@echo "make test-slow  the tests marked slow: real weights, long property runs"
 	@echo "make test-clients  clients of others (openai, langchain, litellm, llm, SMG, ...), installed under build/"
 	@echo "make drill      a server among hostile clients, in a crowd, and through a long day"
@@ -49,7 +50,7 @@ not asked for." \
 	  --message "Why is the sky blue?"
 
 test: $(VENV)/.installed-test
-	@$(VENV)/bin/python -m pytest -q $(TESTS)
+	@$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile $(TESTS)
 
 test-slow: $(VENV)/.installed-test
 	@$(VENV)/bin/python -m pytest -q -m slow
