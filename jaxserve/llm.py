@@ -88,6 +88,10 @@ class LLM:
                            weights_loaded=on_device)
         self.config: ResolvedConfig = plan.config
         self.kv_cache_dtype = engine_config.kv_cache_dtype
+        eos = eos_token_ids(self.tokenizer, source.generation_config, source.config, source.spec.vocab_size)
+        self._processor = Processor(self.tokenizer, plan.config, eos,
+                                    source.generation_config if engine_config.use_generation_config else {},
+                                    engine_config.seed)
         executables = Executables(plan.lower, engine_config.compilation_cache_dir)
         if device.platform == "cpu" and plan.logits_bytes > LOGITS_WORTH_KEEPING:
             keep_large_blocks()
@@ -108,10 +112,6 @@ class LLM:
         loaded = time.perf_counter()
 
         runner = self._runner = Runner(plan, placed, executables)
-        eos = eos_token_ids(self.tokenizer, source.generation_config, source.config, source.spec.vocab_size)
-        self._processor = Processor(self.tokenizer, plan.config, eos,
-                                    source.generation_config if engine_config.use_generation_config else {},
-                                    engine_config.seed)
         self._texts = None if self.tokenizer is None else TokenTexts(self.tokenizer)
         with own_settings(), memory_errors("making the KV pool and the sequences' state"):
             runner.reset_state()

@@ -47,7 +47,8 @@ class SamplingParams:
         presence_penalty, frequency_penalty: in [-2, 2]; over generated ids only.
         logit_bias: id -> value in [-100, 100], added to the logits.
         allowed_token_ids: every other id is masked. Empty is an error.
-        bad_words: string or strings that must not appear (with and without a leading space).
+        bad_words: string or strings whose tokens must not appear in a row (as the word is encoded with and
+            without a leading space; other splits of the same letters, and longer words' tokens, are not banned).
         stop: string or strings that end the generation; matched on generated text only. The one that is
             completed first counts, of several the longest.
         stop_token_ids: ids that end the generation. Such an id stays in token_ids, its text is left out
@@ -55,9 +56,11 @@ class SamplingParams:
         include_stop_str_in_output: keep the matched stop string in the text, and the text of an EOS or
             stop id (still subject to skip_special_tokens).
         ignore_eos: do not stop at EOS.
-        seed: 64 bits, with or without a sign; makes the request's samples reproducible: they depend on (seed,
-            completion index, position).
-        logprobs: return the k best log-probabilities of each generated position, and the sampled one's.
+        seed: 64 bits, with or without a sign; the request's random numbers depend on (seed, completion index,
+            position) and on nothing else. The logits' last bits may still differ with what runs beside it, in
+            bfloat16 enough to change a token now and then; the engine option `deterministic` excludes that.
+        logprobs: return the k best log-probabilities of each generated position, and the sampled one's: those
+            of the model, before temperature, penalties, bias and filters.
         prompt_logprobs: the same for prompt positions (the first has none).
         detokenize: False: no text, so no stop strings either.
         skip_special_tokens: leave special tokens out of the text.

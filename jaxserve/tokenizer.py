@@ -16,6 +16,8 @@ from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
 from jaxserve.errors import CheckpointError, RequestError
+from jaxserve.json_files import read_json_object, read_text
+from jaxserve.models.hf_config import get_token_ids
 from jaxserve.text_length import token_bound
 
 TOKENIZER_FILES = (
@@ -81,16 +83,16 @@ class Tokenizer:
         fallback = _read_json(directory / "special_tokens_map.json")
         special_tokens = {}
         for role in _ROLES:
-            token = _content(config.get(role) or fallback.get(role))
-            if token is not None:
-                special_tokens[role] = token
+            token = config.get(role) or fallback.get(role)
+            if token:
+                special_tokens[role] = _content(token, f"{directory}: {role}")
         if (directory / "tokenizer.json").is_file():
             backend = _read_backend(directory / "tokenizer.json")
             _set_bos_eos(backend, config, special_tokens)
         else:
             backend, special_tokens = _convert(directory)
-        return cls(backend, special_tokens=special_tokens, eos_ids=config.get(_EOS_IDS_KEY, ()),
-                   chat_templates=_read_chat_templates(directory, config))
+        return cls(backend, special_tokens=special_tokens, chat_templates=_read_chat_templates(directory, config),
+                   eos_ids=get_token_ids(config, _EOS_IDS_KEY, "tokenizer_config"))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -320,29 +322,29 @@ def _convert(directory: Path) -> tuple[Backend, dict[str, str]]:
 def _read_chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """By name. A file of its own wins over the entry in tokenizer_config.json, as in transformers."""
     stored = config.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template")
-    if isinstance(stored, list):
-        templates = {entry["name"]: entry["template"] for entry in stored}
-    else:
-        templates = {"default": stored} if stored else {}
+    try:
+        templates = {entry["name"]: entry["template"] for entry in stored} if isinstance(stored, list) else (
+            {"default": stored} if stored else {})
+        plain = all(isinstance(text, str) for pair in templates.items() for text in pair)
+    except (TypeError, KeyError):
+        plain = False
+    if not plain:
+        raise CheckpointError(f"{directory}: chat_template must be a text or a list of objects with the texts "
+                              f"\"name\" and \"template\", got {stored!r:.80}")
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = read_text(path)
     if (directory / "chat_template.jinja").is_file():
-        templates["default"] = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+        templates["default"] = read_text(directory / "chat_template.jinja")
     return templates
 
 
-def _content(token: Any) -> str | None:
+def _content(token: Any, where: str) -> str:
     """A special token is written as text or as an object with its properties."""
-    return token.get("content") if isinstance(token, Mapping) else token
+    content = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(content, str):
+        raise CheckpointError(f"{where} must be a text or an object with a text \"content\", got {token!r:.80}")
+    return content
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise CheckpointError(f"{path} is not JSON: {e}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
-    return content
+    return read_json_object(path) if path.is_file() else {}

@@ -26,8 +26,8 @@ LEVELS = {
 }
 # For everyone; they import nothing but each other. `request` and `results` are the seam between host and
 # device: the plan of a step, and what it brought.
-SHARED = {"jaxserve.config", "jaxserve.errors", "jaxserve.field_docs", "jaxserve.inputs", "jaxserve.outputs",
-          "jaxserve.sampling_params", "jaxserve.engine.request", "jaxserve.engine.results"}
+SHARED = {"jaxserve.config", "jaxserve.errors", "jaxserve.field_docs", "jaxserve.inputs", "jaxserve.json_files",
+          "jaxserve.outputs", "jaxserve.sampling_params", "jaxserve.engine.request", "jaxserve.engine.results"}
 
 
 def module_name(path: Path) -> str:

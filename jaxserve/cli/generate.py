@@ -80,7 +80,7 @@ def _read(file: BinaryIO, name: str) -> str:
     if len(content) > MAX_PROMPT_FILE_BYTES:
         raise click.UsageError(f"{name} has more than {MAX_PROMPT_FILE_BYTES >> 20} MiB; give it in parts")
     try:
-        return content.decode("utf-8").replace("\r\n", "\n")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")  # a byte order mark is no part of the text
     except UnicodeDecodeError as error:
         raise click.UsageError(f"{name} is not UTF-8 text (byte {error.object[error.start]:#04x} where a character "
                                f"should begin); convert it, for example with iconv -t UTF-8") from None

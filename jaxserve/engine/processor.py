@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from jaxserve.config import ResolvedConfig
 from jaxserve.engine.request import SequenceOptions
 from jaxserve.errors import ConfigError, RequestError
+from jaxserve.models.hf_config import get_token_ids
 from jaxserve.sampling_params import (
     GREEDY_TEMPERATURE,
     MAX_BAD_WORD_TOKENS,
@@ -79,10 +80,8 @@ def eos_token_ids(
     of ids, or null. Ids that the model has no row for are left out.
     """
     found = set(tokenizer.eos_ids) if tokenizer is not None else set()
-    for source in (generation_config, model_config):
-        value = source.get("eos_token_id")
-        if value is not None:
-            found.update([value] if isinstance(value, int) else value)
+    found.update(get_token_ids(generation_config, "eos_token_id", "generation_config"),
+                 get_token_ids(model_config, "eos_token_id"))
     return frozenset(i for i in found if 0 <= i < vocab_size)
 
 

@@ -11,7 +11,7 @@ from jaxserve.models.families.phi3 import PHI3
 from jaxserve.models.families.qwen2 import QWEN2
 from jaxserve.models.families.qwen3 import QWEN3
 from jaxserve.models.families.smollm3 import SMOLLM3
-from jaxserve.models.hf_config import HFConfig, get_int
+from jaxserve.models.hf_config import HFConfig, get_int, get_str, get_strings
 from jaxserve.models.placement import NameMap
 from jaxserve.models.spec import DecoderSpec
 
@@ -57,7 +57,8 @@ def ignorable(name: str, spec: DecoderSpec) -> bool:
 
 
 def _family(config: HFConfig) -> Family:
-    architectures, model_type = config.get("architectures") or [], config.get("model_type")
+    architectures = get_strings(config, "architectures") or []
+    model_type = None if config.get("model_type") is None else get_str(config, "model_type")
     for family in FAMILIES:
         if family.architecture in architectures or (not architectures and family.model_type == model_type):
             return family

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.errors import CheckpointError, UnsupportedModelError
-from jaxserve.models.hf_config import HFConfig, get_bool, get_float, get_int, get_optional_float
+from jaxserve.models.hf_config import HFConfig, get_bool, get_float, get_int, get_optional_float, get_str
 from jaxserve.models.spec import RopeSpec
 
 
@@ -60,11 +60,11 @@ def resolve_rope(config: HFConfig, *, head_dim: int, max_model_len: int,
     """
     params = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(params, Mapping):
-        raise CheckpointError(f"config: rope_scaling must be an object, got {params!r}")
+        raise CheckpointError(f"config: rope_scaling must be an object, got {params!r:.80}")
     if any(isinstance(value, Mapping) for value in params.values()):
         raise UnsupportedModelError(
             f"rope_parameters differ by layer type ({', '.join(params)}); jaxserve supports one rope for all layers")
-    rope_type = params.get("rope_type") or params.get("type") or "default"
+    rope_type = get_str(params, "rope_type", get_str(params, "type", "default"))
     rope_type = (type_aliases or {}).get(rope_type, rope_type)
     if rope_type not in _TYPES:
         raise UnsupportedModelError(f"rope type {rope_type!r} is not supported; supported: {', '.join(_TYPES)}")
@@ -81,7 +81,15 @@ def resolve_rope(config: HFConfig, *, head_dim: int, max_model_len: int,
     if not 2 <= rope.dim + rope.dim % 2 <= head_dim:
         raise UnsupportedModelError(f"rope would rotate {rope.dim} dims (head_dim {head_dim}, partial_rotary_factor "
                                     f"{rotated_share}); it must be from 2 to head_dim, in pairs")
-    return _TYPES[rope_type](rope)
+    try:
+        with np.errstate(all="ignore"):
+            spec = _TYPES[rope_type](rope)
+    except ArithmeticError:
+        spec = None
+    if spec is None or not np.isfinite([*spec.inv_freq, spec.attention_factor]).all():
+        raise CheckpointError(f"config: rope type {rope_type!r} with rope_theta {rope.theta}, max_position_embeddings "
+                              f"{max_position} and {str(params)[:200]} gives frequencies that are not numbers")
+    return spec
 
 
 def _spec(inv_freq: np.ndarray, attention_factor: float = 1.0, max_len: int | None = None) -> RopeSpec:

@@ -85,8 +85,8 @@ def check_tensors(
     for name in name_map:
         if tensors[name].dtype not in _FLOATS:
             raise UnsupportedModelError(
-                f"tensor {name} is stored as {tensors[name].dtype}; only float32, float16 and bfloat16 safetensors, "
-                "and GGUF files, can be loaded")
+                f"tensor {name} is {tensors[name].dtype}; weights must be {', '.join(map(str, _FLOATS))}, or quantised "
+                "in a GGUF file")
 
 
 def leaf_paths(params: DecoderParams) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import jax
 from jax.experimental.layout import Format
 
 from jaxserve.errors import CheckpointError
+from jaxserve.json_files import read_json_object
 from jaxserve.models.params import DecoderParams, abstract_params
 from jaxserve.models.spec import DecoderSpec
 from jaxserve.tokenizer import Tokenizer
@@ -69,13 +70,13 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         CheckpointError: it is malformed, or of another format version.
     """
     path = directory / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        version = manifest["format_version"]
-    except (ValueError, TypeError, KeyError) as e:
-        raise CheckpointError(f"{path} is malformed: {e!r}") from None
+    manifest = read_json_object(path)
+    if "format_version" not in manifest:
+        raise CheckpointError(f"{path} lacks format_version")
+    version = manifest["format_version"]
     if version != FORMAT_VERSION:
-        raise CheckpointError(f"{path} has format version {version!r}; this jaxserve reads version {FORMAT_VERSION}")
+        raise CheckpointError(f"{path} has format version {version!r:.80}; this jaxserve reads version "
+                              f"{FORMAT_VERSION}")
     kinds = {"dtype": str, "config": dict, "generation_config": dict}
     absent = [key for key in kinds if key not in manifest]
     if absent:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from jaxserve.errors import CheckpointError, UnsupportedModelError
+from jaxserve.json_files import read_json_object
 from jaxserve.weights.lazy import LazyTensor
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -79,6 +79,8 @@ def read_header(path: Path) -> dict[str, LazyTensor]:
             header = json.loads(f.read(header_bytes))
         except ValueError as e:
             raise corrupt(f"its header is not JSON ({e})") from None
+        except RecursionError:
+            raise corrupt("its header is not JSON of a sane depth") from None
     if not isinstance(header, dict):
         raise corrupt("its header is not a JSON object")
     data_start = 8 + header_bytes
@@ -129,13 +131,10 @@ def _merge(directory: Path, shards: list[str]) -> dict[str, LazyTensor]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-        weight_map = content["weight_map"]
-        plain = all(isinstance(shard, str) and Path(shard).name == shard for shard in weight_map.values())
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise CheckpointError(f"{path} is not a safetensors index: it needs an object \"weight_map\"") from None
-    if not plain:
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{path} is not a safetensors index: it needs an object \"weight_map\"")
+    if not all(isinstance(shard, str) and Path(shard).name == shard for shard in weight_map.values()):
         raise CheckpointError(f"{path} names shards outside its own directory")
     return weight_map
 

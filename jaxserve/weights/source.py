@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,8 @@ from typing import Any
 import jax
 
 from jaxserve.errors import CheckpointError
+from jaxserve.json_files import read_json_object
+from jaxserve.models.hf_config import get_token_ids
 from jaxserve.models.params import DecoderParams
 from jaxserve.models.placement import NameMap
 from jaxserve.models.registry import ignorable, name_map, resolve
@@ -58,6 +59,11 @@ class ModelSource:
     tensors: TensorMap | None
     read_tokenizer: Callable[[], Tokenizer | None]
     restore: Callable[[Any, Shardings | None], DecoderParams] | None = None
+
+    def __post_init__(self) -> None:
+        # The engine reads them when it starts; who only looks at the model or converts it hears of it too.
+        get_token_ids(self.config, "eos_token_id")
+        get_token_ids(self.generation_config, "eos_token_id", "generation_config")
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -151,7 +157,7 @@ def read_config(model: str | os.PathLike[str]) -> tuple[str, dict[str, Any], str
     else:
         source = open_model(model)
         return source.description, source.config, source.dtype
-    config = _read_json(path)
+    config = read_json_object(path)
     return description, config, _stored_dtype(config)
 
 
@@ -191,7 +197,7 @@ def _from_directory(path: Path, max_model_len: int | None, description: str) -> 
     config_path = path / "config.json"
     if not config_path.is_file():
         raise CheckpointError(f"{path} has neither config.json nor {MANIFEST}, so it holds no model; give {_KINDS}")
-    config = _read_json(config_path)
+    config = read_json_object(config_path)
     generation_path = path / "generation_config.json"
     spec = resolve(config, max_model_len)
     tensors = open_safetensors(path)
@@ -199,7 +205,7 @@ def _from_directory(path: Path, max_model_len: int | None, description: str) -> 
     stored = next((str(tensors[name].dtype) for name in names if name in tensors), "float32")
     return ModelSource(
         description=description, config=config, spec=spec, name_map=names, tensors=tensors, dtype=stored,
-        generation_config=_read_json(generation_path) if generation_path.is_file() else {},
+        generation_config=read_json_object(generation_path) if generation_path.is_file() else {},
         read_tokenizer=lambda: _tokenizer_of(path))
 
 
@@ -242,13 +248,3 @@ def _download(repo_id: str, files: Sequence[str] = _HUB_FILES) -> Path:
         raise CheckpointError(
             f"{repo_id} is neither a local directory nor in the hub's cache, and the hub cannot be reached ({e}); "
             f"check the network, or give {_KINDS}") from e
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise CheckpointError(f"{path} is not JSON: {e}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
-    return content

@@ -43,6 +43,13 @@ def test_standard_input_is_a_prompt(fake_llm):
     assert run("--max-tokens", "1", stdin="two\nlines\n").stdout == "two\nlines word\n\n"
 
 
+@pytest.mark.parametrize("name, text", [("a.txt", "one\ntwo"), ("a.jsonl", '"one"\n"two"')])
+def test_a_byte_order_mark_is_no_part_of_a_prompt(fake_llm, tmp_path, name, text):
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    run("--prompt-file", str(tmp_path / name))
+    assert fake_llm.instances[0].calls[0][1] == ["one", "two"]
+
+
 def test_prompt_files(fake_llm, tmp_path):
     (tmp_path / "a.txt").write_text("first\n\nsecond\n")
     (tmp_path / "b.jsonl").write_text('"line\\nbreak"\n[1, 2, 3]\n')

@@ -61,10 +61,45 @@ def test_a_missing_key_is_named(key):
     ({"hidden_size": "48"}, "hidden_size must be a positive integer, got '48'"),
     ({"vocab_size": 0}, "vocab_size must be a positive integer, got 0"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
+    ({"num_hidden_layers": 10**30}, "num_hidden_layers must be at most 10000, got 1000000"),
+    ({"rms_norm_eps": 1e300}, "rms_norm_eps must be from .* as float32 has them, got 1e.300"),
+    ({"hidden_act": ["silu"]}, r"hidden_act must be a text, got \['silu'\]"),
+    ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of texts, got 'LlamaForCausalLM'"),
+    ({"architectures": [None]}, r"architectures must be a list of texts, got \[None\]"),
+    ({"partial_rotary_factor": float("inf")}, "partial_rotary_factor must be from .* got inf"),
+    ({"rope_scaling": {"rope_type": ["yarn"]}}, r"rope_type must be a text, got \['yarn'\]"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 1}, "frequencies that are not numbers"),
 ])
 def test_malformed_values_are_named(changes, message):
     with pytest.raises(CheckpointError, match=message):
         registry.resolve(llama(**changes), None)
+
+
+ODD_VALUES = [None, True, -1, 0, 1, 1.5, 10**30, 10**400, float("inf"), float("nan"), 1e-300, "", "x", [], [None],
+              ["a"], [[1]], {}, {"a": 1}, {"rope_type": "yarn"}]
+ROPE_KEYS = ["rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+             "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate", "short_factor",
+             "long_factor", "rope_theta", "partial_rotary_factor"]
+OPTIONAL_KEYS = ["head_dim", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers",
+                 "no_rope_layers", "no_rope_layer_interval", "rope_scaling", "rope_parameters", "attention_bias",
+                 "mlp_bias", "hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping"]
+
+
+@pytest.mark.parametrize("family", [llama, mistral, smollm3, qwen2, qwen3, gemma2, phi3])
+def test_whatever_one_entry_holds_the_config_is_read_or_refused(family):
+    config = family()
+    scaling = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    changes = [{key: value} for key in [*config, *OPTIONAL_KEYS, *ROPE_KEYS] for value in ODD_VALUES]
+    changes += [{"rope_scaling": {"rope_type": kind, **scaling, key: value}}
+                for kind in ("linear", "dynamic", "llama3", "yarn", "longrope") for key in ROPE_KEYS
+                for value in ODD_VALUES]
+    refused = 0
+    for change in changes:
+        try:
+            registry.resolve(config | change, None)
+        except CheckpointError:
+            refused += 1
+    assert 0 < refused < len(changes)
 
 
 def test_unknown_activations_and_odd_heads_are_refused():

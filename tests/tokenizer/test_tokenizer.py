@@ -177,6 +177,29 @@ def test_damaged_files_are_named(tmp_path, file):
         Tokenizer.from_directory(tmp_path)
 
 
+@pytest.mark.parametrize("change, message", [
+    ({"eos_token": 5}, 'eos_token must be a text or an object with a text "content", got 5'),
+    ({"bos_token": {"content": None}}, "bos_token must be a text or an object"),
+    ({"pad_token": ["<pad>"]}, "pad_token must be a text or an object"),
+    ({"eos_token_ids": 1.5}, "eos_token_ids must be a token id or a list of token ids, got 1.5"),
+    ({"eos_token_ids": [{"id": 3}]}, "eos_token_ids must be a token id or a list"),
+    ({"chat_template": [1]}, r"chat_template must be a text or a list of objects .* got \[1\]"),
+    ({"chat_template": [{"name": "default"}]}, "chat_template must be a text or a list of objects"),
+    ({"chat_template": {"default": "x"}}, "chat_template must be a text or a list of objects"),
+])
+def test_entries_of_the_wrong_kind_are_named(tmp_path, change, message):
+    write_tokenizer(tmp_path, byte_level_backend(), **change)
+    with pytest.raises(CheckpointError, match=message):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_a_chat_template_that_is_no_text(tmp_path):
+    write_tokenizer(tmp_path, byte_level_backend())
+    (tmp_path / "chat_template.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(CheckpointError, match="chat_template.jinja is not UTF-8 text: .* at byte 3"):
+        Tokenizer.from_directory(tmp_path)
+
+
 def test_post_processors_of_other_kinds_are_kept(tmp_path):
     backend = byte_level_backend()
     backend.post_processor = processors.ByteLevel(trim_offsets=False)

@@ -101,7 +101,7 @@ def test_incomplete_manifest(checkpoint, tmp_path):
 @pytest.mark.parametrize("content", ["[1]", "null", "", "{", '{"format_version": 1, "dtype": ', "\xff"])
 def test_malformed_manifest(tmp_path, content):
     (tmp_path / "jaxserve.json").write_text(content, encoding="latin-1")
-    with pytest.raises(CheckpointError, match="jaxserve.json is malformed"):
+    with pytest.raises(CheckpointError, match=r"jaxserve.json (is not|must hold|lacks)"):
         open_model(tmp_path)
 
 

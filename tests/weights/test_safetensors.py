@@ -107,6 +107,13 @@ def test_a_huge_header_length_is_refused_before_it_is_allocated(tmp_path):
         read_header(path)
 
 
+def test_a_header_of_nothing_but_brackets(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
+    with pytest.raises(CheckpointError, match="not a whole safetensors file: its header is not JSON"):
+        read_header(path)
+
+
 def write_header(path, header, data=b""):
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)

@@ -112,6 +112,27 @@ def test_malformed_config(tmp_path):
         open_model(tmp_path)
 
 
+@pytest.mark.parametrize("content, message", [
+    (b"[" * 100_000, "is not JSON of a sane depth"), (b"\xff{}", "is not UTF-8 text"),
+    (b"[1]", "must hold a JSON object"),
+    (b'{"a": ' + b"9" * 5000 + b"}", "is not JSON"),
+])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_json_that_is_none(hf, file, content, message):
+    (hf / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{file} {message}"):
+        open_model(hf)
+
+
+@pytest.mark.parametrize("value", ["x", ["a"], [None], 1.5, True, {"a": 1}], ids=str)
+@pytest.mark.parametrize("file", ["config", "generation_config"])
+def test_eos_ids_that_are_none(hf, file, value):
+    content = json.loads((hf / f"{file}.json").read_text()) | {"eos_token_id": value}
+    (hf / f"{file}.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"^{file}: eos_token_id must be a token id or a list of token ids, got"):
+        open_model(hf)
+
+
 def test_unknown_architecture(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
     with pytest.raises(UnsupportedModelError, match="MambaForCausalLM is not supported"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import CheckpointError, UnsupportedModelError
-from jaxserve.models.hf_config import HFConfig, get_bool, get_float, get_int
+from jaxserve.models.hf_config import HFConfig, get_bool, get_float, get_int, get_num_layers, get_str
 from jaxserve.models.placement import NameMap
 from jaxserve.models.rope_config import resolve_rope
 from jaxserve.models.spec import Activation, DecoderSpec
@@ -55,12 +55,12 @@ def base_spec(config: HFConfig, max_model_len: int, *, rope_aliases: Mapping[str
                               f"({num_kv_heads})")
     hidden_size = get_int(config, "hidden_size")
     head_dim = get_int(config, "head_dim", hidden_size // num_heads)
-    num_layers = get_int(config, "num_hidden_layers")
+    num_layers = get_num_layers(config)
     rope = resolve_rope(config, head_dim=head_dim, max_model_len=max_model_len, type_aliases=rope_aliases)
     if not partial_rotary and 2 * len(rope.inv_freq) != head_dim:
         raise UnsupportedModelError(f"rope rotates {2 * len(rope.inv_freq)} of {head_dim} dims (see "
                                     f"partial_rotary_factor), which {config['model_type']} models do not do")
-    activation = config.get("hidden_act", "silu")
+    activation = get_str(config, "hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise UnsupportedModelError(
             f"activation {activation!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")

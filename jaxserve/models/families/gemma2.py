@@ -5,7 +5,16 @@ from __future__ import annotations
 from jaxserve.errors import UnsupportedModelError
 from jaxserve.models.families.base import Family, attention_biases, base_spec, windows_by_type
 from jaxserve.models.families.names import base_names
-from jaxserve.models.hf_config import HFConfig, get_float, get_int, get_optional_float, get_optional_int
+from jaxserve.models.hf_config import (
+    HFConfig,
+    get_float,
+    get_int,
+    get_num_layers,
+    get_optional_float,
+    get_optional_int,
+    get_str,
+    get_strings,
+)
 from jaxserve.models.placement import NameMap
 from jaxserve.models.spec import DecoderSpec
 
@@ -20,12 +29,12 @@ _NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attn
 def _spec(config: HFConfig, max_model_len: int) -> DecoderSpec:
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModelError("use_bidirectional_attention: jaxserve runs causal decoders only")
-    num_layers = get_int(config, "num_hidden_layers")
-    layer_types = config.get("layer_types")
+    num_layers = get_num_layers(config)
+    layer_types = get_strings(config, "layer_types")
     if layer_types is None:
         layer_types = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
     # Old exports also carry `hidden_act`, which says "gelu" and was never what the model was trained with.
-    config = {**config, "hidden_act": config["hidden_activation"]}
+    config = {**config, "hidden_act": get_str(config, "hidden_activation")}
     return base_spec(
         config, max_model_len, **attention_biases(config), norm_plus_one=True, post_norms=True,
         attn_scale=get_float(config, "query_pre_attn_scalar") ** -0.5,

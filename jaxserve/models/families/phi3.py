@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxserve.models.families.base import Family, base_spec
 from jaxserve.models.families.names import ALL, base_names, place
-from jaxserve.models.hf_config import HFConfig, get_int, get_optional_int
+from jaxserve.models.hf_config import HFConfig, get_num_layers, get_optional_int
 from jaxserve.models.placement import NameMap, Placement
 from jaxserve.models.spec import DecoderSpec
 
@@ -13,7 +13,7 @@ _ROPE_ALIASES = {"su": "longrope", "yarn": "longrope"}  # what early releases of
 
 
 def _spec(config: HFConfig, max_model_len: int) -> DecoderSpec:
-    num_layers = get_int(config, "num_hidden_layers")
+    num_layers = get_num_layers(config)
     return base_spec(config, max_model_len, rope_aliases=_ROPE_ALIASES, partial_rotary=True,
                      layer_windows=(get_optional_int(config, "sliding_window"),) * num_layers)
 

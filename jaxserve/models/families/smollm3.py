@@ -5,15 +5,15 @@ from __future__ import annotations
 from jaxserve.errors import CheckpointError
 from jaxserve.models.families.base import Family, attention_biases, base_spec, windows_by_type
 from jaxserve.models.families.names import base_names
-from jaxserve.models.hf_config import HFConfig, get_bool, get_int, get_optional_int
+from jaxserve.models.hf_config import HFConfig, get_bool, get_int, get_num_layers, get_optional_int, get_strings
 from jaxserve.models.spec import DecoderSpec
 
 
 def _spec(config: HFConfig, max_model_len: int) -> DecoderSpec:
-    num_layers = get_int(config, "num_hidden_layers")
+    num_layers = get_num_layers(config)
     uses_rope = _layers_with_rope(config, num_layers)
     window = get_optional_int(config, "sliding_window")
-    layer_types = config.get("layer_types")
+    layer_types = get_strings(config, "layer_types")
     if layer_types is None:
         slides = window is not None and get_bool(config, "use_sliding_window", False)
         layer_types = ["sliding_attention" if slides and not rope else "full_attention" for rope in uses_rope]
@@ -26,9 +26,9 @@ def _layers_with_rope(config: HFConfig, num_layers: int) -> tuple[bool, ...]:
     if flags is None:
         interval = get_int(config, "no_rope_layer_interval", 4)
         return tuple((i + 1) % interval != 0 for i in range(num_layers))
-    if not isinstance(flags, list | tuple) or len(flags) < num_layers:
+    if not isinstance(flags, list | tuple) or len(flags) < num_layers or any(flag not in (0, 1) for flag in flags):
         raise CheckpointError(f"config: no_rope_layers must list a 0 or 1 for each of {num_layers} layers, "
-                              f"got {flags!r}")
+                              f"got {flags!r:.200}")
     return tuple(bool(flag) for flag in flags[:num_layers])
 
 
