@@ -416,6 +416,6 @@ def _open_source(model: str | PathLike[str] | None, config: Mapping[str, Any] | 
 
 
 def _compile_all(plan: EnginePlan, executables: Executables) -> None:
-    # The largest first: the threads finish together, and what stays of the others lies in the gaps that it leaves.
+    # The largest first: what stays of the others lies in the gaps that it leaves.
     with progress_bar(len(plan.programs), desc="Preparing", unit="program", leave=False) as bar:
         executables.compile_all(reversed(plan.programs), lambda _: bar.update(1))

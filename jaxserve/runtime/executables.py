@@ -105,7 +105,8 @@ class Executables:
             self.seconds[key] = lower_seconds + time.perf_counter() - started
             return key
 
-        with self.cache(), ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
+        # XLA takes about two cores for one program: on two, pairs of them took a tenth longer than one by one.
+        with self.cache(), ThreadPoolExecutor(min(len(missing), max((os.cpu_count() or 1) // 2, 1))) as pool:
             futures = []
             try:
                 for key in missing:  # tracing is Python and stays in this thread

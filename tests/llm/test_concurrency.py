@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -221,7 +222,11 @@ def test_threads(llm, expected):
 
 @pytest.fixture
 def interrupt(llm):
-    """Sends the main thread a Ctrl-C as soon as something runs."""
+    """Sends the main thread a Ctrl-C as soon as something runs.
+
+    Without collections of garbage: jax has a callback there, and an interrupt that comes in a callback is lost.
+    """
+    gc.disable()
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
     def send() -> None:
@@ -239,6 +244,7 @@ def interrupt(llm):
     for thread in threads:
         thread.join()
     signal.signal(signal.SIGINT, handler)
+    gc.enable()
 
 
 def test_an_interrupt_leaves_the_engine_usable(llm, expected, interrupt):

@@ -53,7 +53,7 @@ def test_a_program_takes_its_own_shapes_and_no_others():
 
 
 def test_compiling_is_parallel_and_tracing_is_not(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)  # two threads
     together = threading.Barrier(2, timeout=60)
     traced_in = set()
 
