@@ -29,7 +29,7 @@ class EngineConfig:
 
     Attributes:
         max_model_len: most tokens of prompt and output together (2 to 1048576). Default: the model's own limit,
-            but at most `DEFAULT_MAX_MODEL_LEN`.
+            but at most 8192.
         max_num_seqs: most sequences that run at once (the decode batch; at most 65536). Default 32 on CPU, 256 on
             accelerators.
         max_num_batched_tokens: token budget of one step (at most 1048576). Default 512 on CPU, 2048 on accelerators.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -53,7 +54,7 @@ def run_batch(source: BinaryIO, target: str, model: str, served_model_name: str 
     if not tasks:
         raise click.UsageError(f"{source.name} holds no requests")
     started = time.perf_counter()
-    with _output(target) as write:
+    with _exit_when_terminated(), _output(target) as write:
         failed, tokens = _answer(tasks, write, model, served_model_name or model, trust_request_chat_template, engine)
     seconds = time.perf_counter() - started
     click.echo(f"{len(tasks)} requests, {failed} of them failed; {tokens} tokens in {seconds:.1f} s, loading included",
@@ -90,6 +91,16 @@ def _answer(tasks: list[Task], write: Callable[[bytes], Any], model: str, model_
     with LLM(model, **engine) as llm:
         batch = asyncio.run(main())
     return batch.num_failed, batch.num_tokens
+
+
+@contextlib.contextmanager
+def _exit_when_terminated() -> Iterator[None]:
+    """SIGTERM ends as an interrupt does, with everything tidied up on the way out."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

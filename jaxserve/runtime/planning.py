@@ -100,6 +100,12 @@ def plan_engine(spec: DecoderSpec, dtype: str, config: EngineConfig, valid_vocab
     logger.info("attention backend: %s (%s)", plan.step.backend, plan.backend_reason)
     logger.info("KV pool: %d pages of %d tokens in %s, %.0f MiB (%s)", size.num_pages, plan.config.page_size,
                 plan.step.attention.dtype, plan.pool_bytes / 2**20, size.reason)
+    # Page 0 is the dummy, and a sequence's last token needs no place.
+    room = (size.num_pages - 1) * plan.config.page_size + 1
+    if room < plan.config.max_model_len:
+        logger.warning("the KV pool has room for %d tokens of one request, but max_model_len is %d: requests that may "
+                       "become longer, as those without max_tokens, are refused; set max_model_len=%d or give more pages",
+                       room, plan.config.max_model_len, room)
     return plan
 
 

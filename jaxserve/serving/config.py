@@ -115,6 +115,8 @@ class ServeConfig:
         self._check_together()
 
     def _check_together(self) -> None:
+        if not all(key.isascii() and key.isprintable() and " " not in key for key in self.api_key):
+            raise ConfigError("api_key must be of printable ASCII characters without spaces, which headers can carry")
         if not self.port and not self.grpc_port:
             raise ConfigError("port and grpc_port are both 0, so there would be no server")
         if self.port == self.grpc_port:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 
 from click.testing import CliRunner
 
@@ -58,6 +61,22 @@ def test_nothing_is_left_when_the_model_does_not_open(tmp_path):
     result = run("-i", str(source), "-o", str(target), "--model", str(tmp_path / "nothing"))
     assert result.exit_code != 0
     assert target.read_text() == "of yesterday" and len(list(tmp_path.iterdir())) == 2
+
+
+def test_nothing_is_left_when_it_is_terminated(tiny_model, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"model": "small", "prompt": "Hello", "max_tokens": 50, "ignore_eos": True}
+    line = {"method": "POST", "url": "/v1/completions", "body": body}
+    source.write_text("\n".join(json.dumps({"custom_id": str(i), **line}) for i in range(10_000)))  # minutes of work
+    command = [sys.executable, "-m", "jaxserve", "run-batch", "-i", str(source), "-o", str(target), "--model",
+               str(tiny_model), "--served-model-name", "small", *ENGINE]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any("service: ready" in line for line in process.stderr)
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+        assert process.returncode == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_what_is_wrong_is_said_before_the_model_is_opened(tmp_path):

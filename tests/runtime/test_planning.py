@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import types
 from typing import get_args
 
@@ -116,6 +117,15 @@ def test_a_pool_that_is_too_small_is_found_before_the_weights_are_loaded(monkeyp
     assert plan(num_pages=None, max_num_seqs=2, max_model_len=64).config.num_pages == 3
     assert plan(num_pages=None).pool_reason == "all that 32 sequences of 4096 tokens can use"
     assert plan(num_pages=None, max_num_seqs=1000).pool_reason.startswith("30% of 1.00 GiB free RAM")
+
+
+def test_a_pool_smaller_than_one_full_request_is_told_with_the_numbers(caplog):
+    options = {"max_model_len": 64, "page_size": 8}
+    with caplog.at_level(logging.WARNING):
+        plan(num_pages=9, **options)
+        assert not caplog.records
+        plan(num_pages=8, **options)
+    assert "room for 57 tokens of one request, but max_model_len is 64" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{}, {"num_pages": None}])

@@ -109,6 +109,13 @@ def test_keys_are_in_no_representation():
     assert "hidden" not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["schlüssel", "two words", "a\n"])
+def test_keys_that_no_header_can_carry(key):
+    with pytest.raises(ConfigError, match="api_key must be of printable ASCII") as caught:
+        ServeConfig(api_key=[key])
+    assert key not in str(caught.value)
+
+
 def test_prompts_need_lines_to_be_in():
     with pytest.raises(ConfigError, match="log_prompts needs access_log"):
         ServeConfig(log_prompts=True, access_log=False)

@@ -243,7 +243,10 @@ def _token_ids_as_keys(name: str, value: Any) -> Any:
     for key in value:
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
             raise invalid(f"the keys of {name} must be token ids, got {shortened(key)}", name)
-    return {int(key): bias for key, bias in value.items()}
+    by_id = {int(key): bias for key, bias in value.items()}
+    if len(by_id) < len(value):
+        raise invalid(f"{name} names a token id more than once", name)
+    return by_id
 
 
 SAMPLING = _sampling_fields()

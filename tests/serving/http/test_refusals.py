@@ -45,7 +45,7 @@ def test_bodies_that_are_no_json_object(http, path, body):
     ("top_k", -2), ("min_p", 2), ("n", 0), ("n", 1000), ("n", 1.0), ("seed", 2**70),
     ("stop", [""]), ("stop", 5), ("stop", ["\udfff"]), ("stop", ["x"] * 100),  # cases 10, 53
     ("logit_bias", {"191222": -100}), ("logit_bias", {"-1": 5}), ("logit_bias", {"abc": 1}),  # case 30
-    ("logit_bias", {"1": 101}), ("logit_bias", [1]), ("logit_bias", {"²": 1}),
+    ("logit_bias", {"1": 101}), ("logit_bias", {"1": 1, "01": 2}), ("logit_bias", [1]), ("logit_bias", {"²": 1}),
     ("allowed_token_ids", []), ("allowed_token_ids", [272]), ("presence_penalty", 3), ("repetition_penalty", 0),
     ("bad_words", 5), ("stop_token_ids", [-1]), ("priority", 1), ("cache_salt", ""), ("min_tokens", 10**6),
     ("stream", "yes"), ("ignore_eos", 1), ("stream_options", {}), ("stream_options", {"include_usage": True}),
