@@ -104,8 +104,8 @@ def plan_engine(spec: DecoderSpec, dtype: str, config: EngineConfig, valid_vocab
     room = (size.num_pages - 1) * plan.config.page_size + 1
     if room < plan.config.max_model_len:
         logger.warning("the KV pool has room for %d tokens of one request, but max_model_len is %d: requests that may "
-                       "become longer, as those without max_tokens, are refused; set max_model_len=%d or give more pages",
-                       room, plan.config.max_model_len, room)
+                       "become longer, as those without max_tokens, are refused; set max_model_len=%d or give more "
+                       "pages", room, plan.config.max_model_len, room)
     return plan
 
 

@@ -22,6 +22,7 @@ class Incoming:
         traceparent, tracestate: the W3C trace context that the client sent.
         arrival: time.perf_counter().
         streams: what the engine was asked for on behalf of it; a list of prompts makes several.
+        unreadable: why its message is none (gRPC); the call is answered with an error.
     """
 
     method: str
@@ -31,6 +32,7 @@ class Incoming:
     tracestate: str | None = None
     arrival: float = field(default_factory=time.perf_counter)
     streams: list[RequestStream] = field(default_factory=list)
+    unreadable: str | None = None
 
 
 # Of the task that answers it, and of those that it starts.

@@ -53,6 +53,9 @@ class Calls:
         self._idle.clear()
         code = grpc.StatusCode.OK
         try:
+            incoming = CURRENT.get()
+            if incoming is not None and incoming.unreadable is not None:
+                raise RequestError(f"the message cannot be read: {incoming.unreadable}")
             yield
         except asyncio.CancelledError:
             code = grpc.StatusCode.CANCELLED

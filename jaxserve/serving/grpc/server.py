@@ -6,10 +6,12 @@ import asyncio
 import hmac
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
 from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health  # pyright: ignore[reportAttributeAccessIssue]
 from grpc_reflection.v1alpha import reflection, reflection_pb2
@@ -41,6 +43,7 @@ _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _PROBES = (f"/{_HEALTH}/", vllm_engine.HEALTH_METHOD)  # they carry no token
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
 _SERVICES = (vllm_engine.SERVICE_NAME, inference.SERVICE_NAME)
+_OURS = tuple(f"/{service}/" for service in _SERVICES)
 _Servicer = InferenceServicer | VllmEngineServicer
 
 
@@ -237,14 +240,29 @@ class _BearerTokens(grpc.aio.ServerInterceptor):
 
 
 class _Incoming(grpc.aio.ServerInterceptor):
-    """Makes known whose call it is, for logs and traces."""
+    """Makes known whose call it is, for logs and traces, and whether it can be read at all."""
 
     async def intercept_service(self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
                                 details: grpc.HandlerCallDetails) -> Any:
         metadata = dict(details.invocation_metadata)
         CURRENT.set(Incoming(method=details.method, client="", traceparent=_text(metadata.get("traceparent")),
                              tracestate=_text(metadata.get("tracestate"))))
-        return await continuation(details)
+        handler = await continuation(details)
+        if handler is None or handler.request_deserializer is None or not details.method.startswith(_OURS):
+            return handler
+        return handler._replace(request_deserializer=partial(_read_message, handler.request_deserializer))
+
+
+def _read_message(read: Callable[[bytes], Message], content: bytes) -> Message:
+    """A call's message, read in the task that answers it. Of bytes that are none the call learns through `CURRENT`;
+    what is raised here would end it as UNKNOWN, with a traceback in the log for every one of them."""
+    try:
+        return read(content)
+    except DecodeError as error:
+        incoming = CURRENT.get()
+        assert incoming is not None
+        incoming.unreadable = str(error)
+        return read(b"")
 
 
 def _text(value: str | bytes | None) -> str | None:

@@ -168,7 +168,7 @@ class Table:
         for name, value in body.items():
             full = f"{place}.{name}" if place else name
             if name not in self.fields:
-                raise invalid(f"unknown field {full!r}", full)
+                raise invalid(f"unknown field {shortened(full)}", full[:80])
             if value is not None:
                 values[name] = self.fields[name].kind.read(full, value)
         for name, field in self.fields.items():

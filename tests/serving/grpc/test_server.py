@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import threading
 
 import grpc
@@ -88,6 +89,20 @@ def test_large_messages_pass_and_larger_ones_do_not(loop, llm, server):  # case 
         error = failure(lambda: stub.Generate(pb.GenerateRequest(text="x" * (65 << 20))))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert list(stub.Tokenize(pb.TokenizeRequest(text="alive")).token_ids) == [*b"alive"]
+
+
+@pytest.mark.parametrize("method, streams", [("jaxserve.v1.Inference/Generate", True),
+                                             ("jaxserve.v1.Inference/Tokenize", False),
+                                             ("vllm.grpc.engine.VllmEngine/Generate", True),
+                                             ("vllm.grpc.engine.VllmEngine/Abort", False)])
+@pytest.mark.parametrize("content", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe"], ids=["no protobuf", "no UTF-8"])
+def test_bytes_that_are_no_message(channel, caplog, method, streams, content):
+    call = (channel.unary_stream if streams else channel.unary_unary)(f"/{method}")
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call(content, timeout=PATIENCE))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "the message cannot be read" in caught.value.details()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_the_limit_of_messages_can_be_set(loop, llm):
