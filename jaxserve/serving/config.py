@@ -99,6 +99,8 @@ class ServeConfig:
                 raise ConfigError(f"{name} must be a number of at least {least:g}, got {value!r}")
         for name in _LISTS:
             value = getattr(self, name)
+            if value == []:
+                raise ConfigError(f"{name} is an empty list; leave it out for none")
             items = tuple(value) if isinstance(value, list | tuple) else (value,)
             if not all(isinstance(item, str) and item for item in items):
                 raise ConfigError(f"{name} must be a text or a list of texts, none of them empty")

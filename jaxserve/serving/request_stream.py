@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from jaxserve.serving.service import Service
 
 
+DEADLINE_SLACK_SECONDS = 0.1  # by which clocks and messages of a client and ours may differ
+
+
 class UnavailableError(JaxserveError):
     """The service takes no requests: it is starting, draining or has failed."""
 
@@ -123,7 +126,10 @@ class RequestStream:
     def _close(self) -> None:
         self._read = True
         self._mailbox.clear()
-        self.abort("client")
+        # A gRPC client's deadline ends its call by itself, a moment before our own timer.
+        now = asyncio.get_running_loop().time()
+        late = self.deadline is not None and self.deadline.when() - now < DEADLINE_SLACK_SECONDS
+        self.abort("deadline" if late else "client")
 
     def abort(self, cause: str) -> None:
         if not self.let_go and self.abort_cause is None:

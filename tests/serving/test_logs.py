@@ -109,6 +109,11 @@ def test_keys_are_in_no_representation():
     assert "hidden" not in str(caught.value)
 
 
+def test_an_empty_list_of_keys_is_no_list_of_keys():
+    with pytest.raises(ConfigError, match="api_key is an empty list"):
+        ServeConfig(api_key=[])
+
+
 @pytest.mark.parametrize("key", ["schlüssel", "two words", "a\n"])
 def test_keys_that_no_header_can_carry(key):
     with pytest.raises(ConfigError, match="api_key must be of printable ASCII") as caught:

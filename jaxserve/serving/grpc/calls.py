@@ -17,7 +17,7 @@ from grpc_status import rpc_status
 from jaxserve.errors import EngineClosedError, JaxserveError, QueueFullError, RequestError
 from jaxserve.serving.incoming import CURRENT
 from jaxserve.serving.logs import AccessLog
-from jaxserve.serving.request_stream import DeadlineExceededError, UnavailableError
+from jaxserve.serving.request_stream import DEADLINE_SLACK_SECONDS, DeadlineExceededError, UnavailableError
 from jaxserve.serving.service import DuplicateRequestError
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,9 @@ class Calls:
                 raise RequestError(f"the message cannot be read: {incoming.unreadable}")
             yield
         except asyncio.CancelledError:
-            code = grpc.StatusCode.CANCELLED
+            left = context.time_remaining()
+            late = left is not None and left < DEADLINE_SLACK_SECONDS
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
             raise
         except Exception as error:
             if not isinstance(error, JaxserveError):

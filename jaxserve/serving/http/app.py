@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hmac
 import logging
@@ -33,6 +34,7 @@ from jaxserve.serving.http.streams import ClientGone, EventStream, while_connect
 from jaxserve.serving.incoming import CURRENT, Incoming
 from jaxserve.serving.logs import AccessLog
 from jaxserve.serving.metrics import CONTENT_TYPE, ServingMetrics
+from jaxserve.serving.request_stream import UnavailableError
 from jaxserve.serving.service import Service, State
 
 PROBE_PATHS = frozenset({"/health", "/ping"})
@@ -102,6 +104,10 @@ class _Gate:
                                            code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}))
         try:
             await app(scope, receive, send_with_id)
+        except asyncio.CancelledError:  # the server stops, and its patience is over
+            if status != 499:
+                raise
+            await _error_response(api_error(UnavailableError("the server shuts down")))(scope, receive, send_with_id)
         finally:
             if self._access_log is not None:
                 polled = scope["path"] in PROBE_PATHS or scope["path"] == "/metrics"

@@ -22,6 +22,8 @@ from jaxserve.serving.tls import CurrentContext, TlsFiles, when_renewed
 
 IDLE_SECONDS = 75.0
 MAX_CONNECTIONS = 4096
+PATIENCE_SECONDS = 5  # at the end, with answers that are still open and bodies that do not come
+MAX_PIPELINED_BYTES = 1 << 16  # of requests that come before an answer; what is more waits in the socket
 
 
 class HttpServer:
@@ -48,7 +50,7 @@ class HttpServer:
             context.current = tls.context()
         config = uvicorn.Config(
             app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-            timeout_graceful_shutdown=5,
+            timeout_graceful_shutdown=PATIENCE_SECONDS,
             ssl_context_factory=None if context is None else lambda *_: context)
         self._server = _Server(config)
         self._listener = BoundedListener(listener, max_connections)
@@ -98,6 +100,11 @@ class _Protocol(H11Protocol):
 
     def handle_events(self) -> None:
         super().handle_events()
+        # uvicorn stops reading at a request that came before the answer to the one before, and would not see the client
+        # go then.
+        if (self.flow.read_paused and self.conn.their_state is h11.DONE
+                and len(self.conn.trailing_data[0]) <= MAX_PIPELINED_BYTES):
+            self.flow.resume_reading()
         if self.cycle is not None and not self.cycle.response_complete:
             self._end_idling()
 

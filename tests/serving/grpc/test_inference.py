@@ -10,6 +10,7 @@ from grpc_status import rpc_status
 from jaxserve import EngineError, QueueFullError, RequestError, SamplingParams
 from jaxserve.serving.protos.v1 import inference_pb2 as pb
 from jaxserve.serving.protos.v1 import inference_pb2_grpc
+from jaxserve.serving.request_stream import RequestStream
 from tests.serving.grpc.harness import PATIENCE, running
 
 LONG = pb.SamplingParams(max_tokens=500, ignore_eos=True, temperature=0)
@@ -153,13 +154,22 @@ def test_cancelling_ends_the_request(stub, server):
     assert server.llm.metrics()["steps"] - before < 400
 
 
-def test_the_deadline_ends_the_request(stub, server):
+def test_the_deadline_ends_the_request(stub, server, monkeypatch):
+    causes, abort = [], RequestStream.abort
+
+    def note(stream: RequestStream, cause: str) -> None:
+        abort(stream, cause)
+        causes.append(stream.abort_cause)
+
+    monkeypatch.setattr(RequestStream, "abort", note)
+
     def call():
         for _ in range(100):  # a fast machine may need more than one
             yield from stub.Generate(pb.GenerateRequest(text="a", sampling=LONG), timeout=0.1)
 
     assert failure(call).code() is grpc.StatusCode.DEADLINE_EXCEEDED
     server.assert_idle()
+    assert "deadline" in causes and "client" not in causes  # the client ends the call too, by the same clock
 
 
 def test_abort_ends_the_stream_and_unknown_ids_are_fine(stub, server):  # case 74

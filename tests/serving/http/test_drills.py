@@ -7,6 +7,8 @@ import collections
 import json
 import random
 import socket
+import threading
+import time
 
 import httpx2 as httpx
 import openai
@@ -85,6 +87,31 @@ def test_leaving_before_an_answer_that_is_not_streamed(server, path):
             while not server.service.num_active:
                 pass
         assert_nothing_is_held(server)
+
+
+def test_leaving_with_a_second_request_on_the_way(server, http):
+    body = json.dumps({"prompt": "a", "max_tokens": 100, "ignore_eos": True}).encode()
+    go_on = threading.Event()
+    try:
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
+                               % (len(body), body))
+            while not server.service.num_active:
+                pass
+            (stream,) = server.service._streams.values()
+            while not stream.begun:
+                pass
+            server.llm.call_soon(lambda: go_on.wait() and None)  # the request cannot end by itself
+            http.get("/health")  # now it is awaited that the client leaves
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            http.get("/health")
+        deadline = time.monotonic() + 60
+        while stream.abort_cause is None and time.monotonic() < deadline:
+            http.get("/health")
+        assert stream.abort_cause == "client"
+    finally:
+        go_on.set()
+    assert_nothing_is_held(server)
 
 
 def test_a_reader_that_never_reads_stops_nobody(server, http):

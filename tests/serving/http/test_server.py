@@ -223,6 +223,18 @@ def test_a_body_of_64_megabytes(http):
     assert http.post("/v1/completions", json=COMPLETION).status_code == 200
 
 
+def test_a_body_that_does_not_come_before_the_server_stops(server, monkeypatch, caplog):
+    monkeypatch.setattr("jaxserve.serving.http.server.PATIENCE_SECONDS", 0.1)
+    with contextlib.ExitStack() as stack:
+        with serving(server.llm) as small, small.http() as http:
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", small.port), TIMEOUT))
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 30\r\n\r\n{")
+            assert http.get("/health").status_code == 200  # both have come
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 503") and b'"the server shuts down"' in answer
+    assert "Traceback" not in caplog.text and "Exception" not in caplog.text
+
+
 def test_sockets_that_say_nothing_disturb_nobody(server, http):
     """Half-open ones too: a request whose body never comes."""
     address = ("127.0.0.1", server.port)
