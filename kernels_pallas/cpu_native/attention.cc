@@ -61,18 +61,18 @@ inline Vec Exp(Vec x) {
   IVec gone = x < lowest;
   x = gone ? lowest : x;
   const Vec shift = Splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  Vec n = x * 1.44269504f + shift;
+  Vec n = MultiplyAdd(x, Splat(1.44269504f), shift);
   IVec exponent = (IVec)n << 23;
   n -= shift;
-  Vec r = x - n * 0.693359375f;
-  r -= n * -2.12194440e-4f;
+  Vec r = MultiplyAdd(n, Splat(-0.693359375f), x);
+  r = MultiplyAdd(n, Splat(2.12194440e-4f), r);
   Vec p = Splat(1.3888889e-3f);
-  p = p * r + 8.3333333e-3f;
-  p = p * r + 4.1666667e-2f;
-  p = p * r + 1.6666667e-1f;
-  p = p * r + 0.5f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
+  p = MultiplyAdd(p, r, Splat(8.3333333e-3f));
+  p = MultiplyAdd(p, r, Splat(4.1666667e-2f));
+  p = MultiplyAdd(p, r, Splat(1.6666667e-1f));
+  p = MultiplyAdd(p, r, Splat(0.5f));
+  p = MultiplyAdd(p, r, Splat(1.0f));
+  p = MultiplyAdd(p, r, Splat(1.0f));
   return gone ? Vec{} : (Vec)((IVec)p + exponent);
 }
 
@@ -254,7 +254,7 @@ void Attend(const Call& call, const Item& item, const P* pool_k, const P* pool_v
       const float keep = Exp(Splat(scratch.top[r] - top))[0];
       scratch.top[r] = top;
       scratch.keep[r] = keep;
-      Store(&scratch.total[r * kLanes], Load(&scratch.total[r * kLanes]) * keep + total);
+      Store(&scratch.total[r * kLanes], MultiplyAdd(Load(&scratch.total[r * kLanes]), Splat(keep), total));
     }
 
     for (int64_t n = 0; n < tokens; n += width) {

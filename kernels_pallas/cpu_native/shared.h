@@ -53,6 +53,24 @@ constexpr bool kScaled = std::is_same_v<P, Int8> || std::is_same_v<P, Float8>;
 
 inline Vec Splat(float x) { return x - Vec{}; }
 
+// a * b + c, fused wherever it is used or nowhere: left to the compiler, that depends on the loop around it (for some
+// CPUs GCC splits the multiply-adds of short chains), and a row's bits would depend on the tile that it falls into.
+#if defined(__AVX512F__)
+inline Vec MultiplyAdd(Vec a, Vec b, Vec c) { return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#elif defined(__AVX__) && defined(__FMA__)
+inline Vec MultiplyAdd(Vec a, Vec b, Vec c) { return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+#else
+inline Vec MultiplyAdd(Vec a, Vec b, Vec c) {
+#ifdef __FP_FAST_FMAF
+#pragma GCC unroll 8
+  for (int i = 0; i < kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+#endif
+
 inline Vec Load(const float* p) { return *reinterpret_cast<const VecAt*>(p); }
 
 inline Vec Load(const BFloat16* p) {
@@ -175,7 +193,7 @@ inline void ProductTile(const float* a, int64_t lda, const B* b, int64_t ldb, fl
     for (int i = 0; i < R; ++i) {
       Vec factor = Splat(a[i * lda + k]);
 #pragma GCC unroll 8
-      for (int j = 0; j < C; ++j) sums[i][j] += factor * row[j];
+      for (int j = 0; j < C; ++j) sums[i][j] = MultiplyAdd(factor, row[j], sums[i][j]);
     }
   }
 #pragma GCC unroll 8

@@ -154,8 +154,10 @@ def test_bits_of_bfloat16_multiply_like_the_numbers():
     np.testing.assert_array_equal(linear(x, stack, jnp.int32(1)), linear(x, stack.view(np.uint16), jnp.int32(1)))
 
 
-def test_a_product_of_one_row_is_bitwise_that_of_many():
-    x, stack, linear = _product(200, 300, 208, "float32")
+@pytest.mark.parametrize("outputs", [208, 215])  # beyond the last full tile: single vectors, and numbers
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_product_of_one_row_is_bitwise_that_of_many(outputs, dtype):
+    x, stack, linear = _product(200, 300, outputs, dtype)
     many = np.asarray(linear(x, stack, jnp.int32(1)))
     for row in (0, 5, 127, 128, 199):
         np.testing.assert_array_equal(bits(np.asarray(linear(x[row:row + 1], stack, jnp.int32(1)))[0]), bits(many[row]))
