@@ -15,6 +15,10 @@ JAX_VERSION: tuple[int, int] = tuple(int(part) for part in jax.__version__.split
 # slices it (SmolLM2-135M: 411 MB of temporaries, 5x the time). From 0.11 on it does not.
 CPU_SCAN_WIDENS_BFLOAT16 = JAX_VERSION < (0, 11)
 
+# jax 0.12.1 deprecates the class for a function.
+single_device_sharding: Any = getattr(jax.sharding, "make_single_device_sharding", None) or \
+    jax.sharding.SingleDeviceSharding
+
 
 def gpu_interpreter(*, detect_races: bool = False) -> Any:
     """The argument `interpret` of a Mosaic GPU kernel that lets it run on a CPU. Public from jax 0.11 on."""

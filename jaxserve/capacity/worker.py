@@ -32,6 +32,7 @@ from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.memory import PoolSize
 from jaxserve.runtime.planning import smallest_plan, with_pool
 from jaxserve.runtime.programs import EnginePlan, Program
+from kernels_pallas._compat import single_device_sharding
 
 
 def compile_only_device(target: Target) -> jax.Device:
@@ -98,7 +99,7 @@ def plan_of(job: Job, device: jax.Device) -> EnginePlan:
 def lower_attention(plan: EnginePlan, bucket: Bucket) -> jax.stages.Lowered:
     """One layer's paged attention, as the bucket's step calls it, with the pool donated."""
     spec, backend = plan.step.attention, plan.step.backend
-    sharding = jax.sharding.SingleDeviceSharding(plan.device)
+    sharding = single_device_sharding(plan.device)
     windowed = any(window is not None for window in plan.step.model.layer_windows)
 
     def attend(pool, q, k, v, block_tables, kv_lens, query_starts, query_lens, layer, window):

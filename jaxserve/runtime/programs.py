@@ -23,6 +23,7 @@ from jaxserve.runtime.state import DeviceState
 from jaxserve.runtime.step import StepSpec, step
 from jaxserve.runtime.weight_formats import weight_formats
 from jaxserve.sampling import slots
+from kernels_pallas._compat import single_device_sharding
 
 ADMIT: Literal["admit"] = "admit"
 Program = Bucket | Literal["admit"]  # a step of one shape, or the upload of a sequence into its slot
@@ -103,7 +104,7 @@ class EnginePlan:
     @own_settings()
     def lower(self, program: Program) -> jax.stages.Lowered:
         """Traces a program. Both kinds take the state, or its slots, donated."""
-        sharding = jax.sharding.SingleDeviceSharding(self.device)
+        sharding = single_device_sharding(self.device)
 
         def placed(tree: Any) -> Any:
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

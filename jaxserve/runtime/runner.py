@@ -28,6 +28,7 @@ from jaxserve.runtime.programs import ADMIT, EnginePlan
 from jaxserve.runtime.state import DeviceState
 from jaxserve.runtime.step import StepOutput
 from jaxserve.sampling import slots as slot_state
+from kernels_pallas._compat import single_device_sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Runner:
         self._weights = _in_dtypes_of(plan.params, params)
         self._dtype = params.embed.dtype
         self.state: DeviceState | None = None
-        self._init_state = jax.jit(plan.init_state, out_shardings=jax.sharding.SingleDeviceSharding(plan.device))
+        self._init_state = jax.jit(plan.init_state, out_shardings=single_device_sharding(plan.device))
         # XLA's CPU client runs a program whose inputs are not ready yet on one of its own worker threads,
         # which then lacks in the matrix products: on two cores a step takes 1.7x as long. So on CPUs a step
         # is only started when its state is there: the step before it and uploads of slots are done. The host's

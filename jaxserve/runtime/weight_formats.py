@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 
 from jaxserve.models.params import DecoderParams
+from kernels_pallas._compat import single_device_sharding
 
 # Axes from the slowest to the fastest: the inputs of a product and one axis of its outputs come last. Those of a head
 # are before the inputs, because tiles are 128 wide, and heads may be smaller.
@@ -23,7 +24,7 @@ _ORDERS = {"wqkv": (0, 2, 3, 4, 1), "wo": (0, 1, 2, 3), "w_gate_up": (0, 2, 1, 3
 def weight_formats(params: DecoderParams, device: jax.Device) -> DecoderParams:
     """For each leaf of `params` (anything with a dtype) a Format on TPUs, where it is a matrix of a layer stack; for
     all others a Sharding."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    sharding = single_device_sharding(device)
 
     def where(path: Any, leaf: Any) -> jax.sharding.Sharding | Format:
         order = _ORDERS.get(path[-1].name) if device.platform == "tpu" else None

@@ -24,6 +24,7 @@ from jaxserve.models.params import DecoderParams, abstract_params
 from jaxserve.models.spec import DecoderSpec
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights.load import Shardings, leaf_paths, sharding_of, sharding_of_leaves
+from kernels_pallas._compat import single_device_sharding
 
 MANIFEST = "jaxserve.json"
 FORMAT_VERSION = 1
@@ -110,7 +111,7 @@ def restore_params(
     wanted = leaf_paths(expected)
     with _damage_found(path), ocp.StandardCheckpointer() as checkpointer:
         _check_leaves(directory, {name: tuple(m.shape) for name, m in _stored(checkpointer, path).items()}, wanted)
-        where = sharding_of_leaves(wanted, shardings or jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
+        where = sharding_of_leaves(wanted, shardings or single_device_sharding(jax.local_devices()[0]))
         target = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(where[name]))
                   for name, leaf in wanted.items()}
         restored = checkpointer.restore(path, target)

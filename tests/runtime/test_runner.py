@@ -20,6 +20,7 @@ from jaxserve.runtime.executables import compilations
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.step import StepOutput
 from jaxserve.sampling.logprobs import empty_logprobs
+from kernels_pallas._compat import single_device_sharding
 from tests.models.dense_cache import dense_attend, empty_cache
 from tests.runtime.rig import SPEC, VALID_VOCAB, Rig, make_params, make_plan, make_runner, prompt
 
@@ -219,8 +220,7 @@ def test_only_on_cpus_a_step_waits_for_its_state(monkeypatch, platform, waits):
     """Which the step before or the upload of a slot makes."""
     plan = make_plan()
     device = types.SimpleNamespace(platform=platform)
-    monkeypatch.setattr(jax.sharding, "SingleDeviceSharding",
-                        lambda _, make=jax.sharding.SingleDeviceSharding: make(plan.device))
+    monkeypatch.setattr("jaxserve.runtime.runner.single_device_sharding", lambda _: single_device_sharding(plan.device))
     executables = FakeExecutables()
     runner = Runner(dataclasses.replace(plan, device=device), make_params(), executables)  # type: ignore[arg-type]
     rig = Rig(runner)
@@ -336,7 +336,7 @@ def test_new_weights_on_the_host_are_put_on_the_device(rig: Rig):
 
 def elsewhere(leaf: jax.Array) -> jax.Array:
     """In another kind of memory."""
-    return jax.device_put(leaf, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
+    return jax.device_put(leaf, single_device_sharding(jax.devices()[0], memory_kind="pinned_host"))
 
 
 @pytest.mark.parametrize("change, message", [

@@ -12,14 +12,15 @@ from jax.experimental.layout import Format
 from jaxserve.models.params import abstract_params
 from jaxserve.models.registry import resolve
 from jaxserve.runtime import weight_formats as module
+from kernels_pallas._compat import single_device_sharding
 from tests.weights.tiny import LLAMA
 
 
 @pytest.fixture
 def formats_on(monkeypatch):
     """platform, kind, dtype -> the formats, without the platform's device."""
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    monkeypatch.setattr(module.jax.sharding, "SingleDeviceSharding", lambda device: sharding)
+    sharding = single_device_sharding(jax.devices()[0])
+    monkeypatch.setattr(module, "single_device_sharding", lambda device: sharding)
 
     def formats(platform: str, kind: str, dtype: str):
         device = types.SimpleNamespace(platform=platform, device_kind=kind)

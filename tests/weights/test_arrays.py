@@ -11,6 +11,7 @@ from flax import nnx
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.models.registry import name_map, resolve
 from jaxserve.weights.arrays import params_from_arrays
+from kernels_pallas._compat import single_device_sharding
 from tests.models.checkpoints import random_checkpoint
 from tests.weights.tiny import LLAMA
 
@@ -39,7 +40,7 @@ def test_arrays_by_hugging_face_name_of_any_kind(expected):
 
 
 def test_a_pytree_is_used_as_it_is(expected):
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = single_device_sharding(jax.devices()[0])
     same = convert(expected, shardings=sharding)
     assert all(a is b for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(expected)))
     on_host = jax.tree.map(np.asarray, expected)

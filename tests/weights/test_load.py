@@ -20,6 +20,7 @@ from jaxserve.models.registry import ignorable, name_map, resolve
 from jaxserve.weights.arrays import params_from_arrays
 from jaxserve.weights.lazy import LazyTensor
 from jaxserve.weights.load import load_params
+from kernels_pallas._compat import single_device_sharding
 from tests.models.checkpoints import random_checkpoint
 from tests.weights.tiny import FAMILIES, LLAMA
 
@@ -124,7 +125,7 @@ def test_on_cpu_the_host_buffer_becomes_the_array(monkeypatch):
 
 
 def test_one_sharding_for_all_leaves():
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = single_device_sharding(jax.devices()[0])
     tensors = random_checkpoint(LLAMA)
     params = load(LLAMA, tensors, shardings=sharding)
     assert_params_equal(params, load(LLAMA, tensors))
@@ -132,7 +133,7 @@ def test_one_sharding_for_all_leaves():
 
 
 def test_a_format_is_how_the_array_lies():
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    device = single_device_sharding(jax.devices()[0])
     spec = resolve(LLAMA, None)
     formats = jax.tree.map(lambda leaf: device, abstract_params(spec, "float32"))
     formats = dataclasses.replace(formats, layers=dataclasses.replace(

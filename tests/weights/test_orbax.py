@@ -18,6 +18,7 @@ from jaxserve.weights.lazy import LazyTensor
 from jaxserve.weights.load import load_params
 from jaxserve.weights.orbax import restore_params, save_checkpoint
 from jaxserve.weights.source import open_model
+from kernels_pallas._compat import single_device_sharding
 from tests.models.checkpoints import random_checkpoint
 from tests.tokenizer.tiny_tokenizers import byte_level
 from tests.weights.tiny import FAMILIES, LLAMA
@@ -58,7 +59,7 @@ def test_the_directory_alone_restores_model_config_and_tokenizer(checkpoint):
 
 def test_restore_converts_and_places(checkpoint):
     directory, params = checkpoint
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = single_device_sharding(jax.devices()[0])
     seen: list[tuple[int, int]] = []
     restored = open_model(directory).load("bfloat16", sharding, lambda done, total: seen.append((done, total)))
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(restored))
