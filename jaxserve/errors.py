@@ -44,7 +44,7 @@ class EngineError(JaxserveError, RuntimeError):
 
 
 class EngineClosedError(EngineError):
-    """The engine has been closed, so it takes no more requests."""
+    """The engine, or the client of one, has been closed, so it takes no more requests."""
 
 
 def how_to_install(extra: str) -> str:

@@ -15,11 +15,12 @@ from jaxserve.client.channel import (
     ClientTls,
     call_metadata,
     channel_options,
+    full_target,
 )
 from jaxserve.client.errors import client_error
 from jaxserve.client.sync import MAX_CONCURRENT, failed_answer, tokenize_request, unfinished
 from jaxserve.client.wire import Answer, Messages, Prompt, Request, chat_request, generate_request
-from jaxserve.errors import JaxserveError, RequestError
+from jaxserve.errors import EngineClosedError, JaxserveError, RequestError
 from jaxserve.inputs import failed_output, listed_conversations, listed_prompts, one_params, params_for
 from jaxserve.outputs import RequestOutput, StreamEvent
 from jaxserve.sampling_params import SamplingParams
@@ -33,10 +34,11 @@ class AsyncClient:
 
     def __init__(self, target: str = DEFAULT_TARGET, *, token: str | None = None, tls: ClientTls | None = None,
                  timeout: float | None = None, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES):
-        options = channel_options(max_message_bytes)
+        target, options = full_target(target), channel_options(max_message_bytes)
         self._channel = (grpc.aio.insecure_channel(target, options) if tls is None else
                          grpc.aio.secure_channel(target, tls.credentials(), options))
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._closed = False
         self._call_options = {"metadata": call_metadata(token), "timeout": timeout}
 
     async def generate(self, prompts: Prompt | Iterable[Prompt],
@@ -79,7 +81,7 @@ class AsyncClient:
                        **template: Any) -> list[int]:
         """See Client.tokenize."""
         with _errors():
-            response = await self._stub.Tokenize(tokenize_request(text, add_special_tokens, template),
+            response = await self._open_stub().Tokenize(tokenize_request(text, add_special_tokens, template),
                                                  **self._call_options)
             return list(response.token_ids)
 
@@ -87,15 +89,16 @@ class AsyncClient:
         """The text of ids."""
         with _errors():
             request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-            return (await self._stub.Detokenize(request, **self._call_options)).text
+            return (await self._open_stub().Detokenize(request, **self._call_options)).text
 
     async def abort(self, *request_ids: str) -> None:
         """Ends requests, whoever started them. Unknown ids are fine."""
         with _errors():
-            await self._stub.Abort(pb.AbortRequest(request_ids=request_ids), **self._call_options)
+            await self._open_stub().Abort(pb.AbortRequest(request_ids=request_ids), **self._call_options)
 
     async def close(self) -> None:
         """Ends what runs and closes the connection."""
+        self._closed = True
         await self._channel.close()
 
     async def __aenter__(self) -> AsyncClient:
@@ -104,8 +107,14 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    def _open_stub(self) -> inference_pb2_grpc.InferenceStub:
+        if self._closed:
+            raise EngineClosedError("the client has been closed")
+        return self._stub
+
     async def _events(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
-        method = self._stub.Chat if isinstance(request.message, pb.ChatRequest) else self._stub.Generate
+        stub = self._open_stub()
+        method = stub.Chat if isinstance(request.message, pb.ChatRequest) else stub.Generate
         call = method(request.message, **self._call_options)
         answer = Answer(request)
         try:
@@ -120,6 +129,7 @@ class AsyncClient:
     async def _generate(self, items: list[Any], single: bool, make: Callable[[Any, SamplingParams], Request],
                         params: list[SamplingParams]) -> list[RequestOutput]:
         room = asyncio.Semaphore(MAX_CONCURRENT)
+        self._open_stub()  # else each prompt would have the error
 
         async def one(item: Any, item_params: SamplingParams) -> RequestOutput:
             try:

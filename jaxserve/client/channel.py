@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import grpc
 
 from jaxserve.errors import ConfigError
 
-DEFAULT_TARGET = "localhost:50051"
+DEFAULT_PORT = 50051
+DEFAULT_TARGET = f"localhost:{DEFAULT_PORT}"
+_HOST = re.compile(r"[\w.-]+|\[[\w:.%]+\]")  # and nothing more: no port, no scheme
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 20  # as the server's
 KEEPALIVE_SECONDS = 30  # a server that has vanished is noticed even while no answer is due
 
@@ -37,6 +40,16 @@ class ClientTls:
         except OSError as error:
             raise ConfigError(f"a TLS file cannot be read: {error}") from None
         return grpc.ssl_channel_credentials(ca, key, certificate)
+
+
+def full_target(target: str) -> str:
+    """`target` with our port if it has none: gRPC would take that of https. Raises ConfigError if it is no target."""
+    if not isinstance(target, str) or not target.strip():
+        raise ConfigError(f"target must be a host and a port such as {DEFAULT_TARGET!r}, got {target!r}")
+    if target.startswith(("http://", "https://")):
+        raise ConfigError(f"target must be a host and a port such as {DEFAULT_TARGET!r} and no URL, got {target!r}"
+                          f"{'; for an encrypted connection give tls' if target.startswith('https') else ''}")
+    return f"{target}:{DEFAULT_PORT}" if _HOST.fullmatch(target) else target
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:

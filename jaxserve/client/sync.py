@@ -16,10 +16,11 @@ from jaxserve.client.channel import (
     ClientTls,
     call_metadata,
     channel_options,
+    full_target,
 )
 from jaxserve.client.errors import ServerError, client_error
 from jaxserve.client.wire import Answer, Messages, Prompt, Request, chat_request, conversation, generate_request
-from jaxserve.errors import JaxserveError, RequestError
+from jaxserve.errors import EngineClosedError, JaxserveError, RequestError
 from jaxserve.inputs import failed_output, listed_conversations, listed_prompts, one_params, params_for, progress_bar
 from jaxserve.outputs import CompletionOutput, RequestOutput, StreamEvent
 from jaxserve.sampling_params import SamplingParams
@@ -34,19 +35,24 @@ class Client:
     """A connection to a server. May be used from several threads.
 
     Args:
-        target: host and port.
+        target: host and port, or a host whose server has the default port, or another target that gRPC knows, such as
+            "unix:///path".
         token: bearer token.
         tls: None: not encrypted.
         timeout: seconds for each request; the server ends it then. None: no limit.
         max_message_bytes: largest message that is taken or sent.
+
+    Raises:
+        ConfigError: the target or `tls` is wrong. Whether the server is there shows with the first request.
     """
 
     def __init__(self, target: str = DEFAULT_TARGET, *, token: str | None = None, tls: ClientTls | None = None,
                  timeout: float | None = None, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES):
-        options = channel_options(max_message_bytes)
+        target, options = full_target(target), channel_options(max_message_bytes)
         self._channel = (grpc.insecure_channel(target, options) if tls is None else
                          grpc.secure_channel(target, tls.credentials(), options))
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._closed = False
         self._call_options = {"metadata": call_metadata(token), "timeout": timeout}
 
     def generate(self, prompts: Prompt | Iterable[Prompt],
@@ -101,22 +107,23 @@ class Client:
     def tokenize(self, text: str | Messages, *, add_special_tokens: bool | None = None, **template: Any) -> list[int]:
         """The ids of a text, or of the prompt that a conversation makes (`template`: options as for `chat`)."""
         with _errors():
-            return list(self._stub.Tokenize(tokenize_request(text, add_special_tokens, template),
+            return list(self._open_stub().Tokenize(tokenize_request(text, add_special_tokens, template),
                                             **self._call_options).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of ids."""
         with _errors():
             request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-            return self._stub.Detokenize(request, **self._call_options).text
+            return self._open_stub().Detokenize(request, **self._call_options).text
 
     def abort(self, *request_ids: str) -> None:
         """Ends requests, whoever started them. Unknown ids are fine."""
         with _errors():
-            self._stub.Abort(pb.AbortRequest(request_ids=request_ids), **self._call_options)
+            self._open_stub().Abort(pb.AbortRequest(request_ids=request_ids), **self._call_options)
 
     def close(self) -> None:
         """Ends what runs and closes the connection."""
+        self._closed = True
         self._channel.close()
 
     def __enter__(self) -> Client:
@@ -125,8 +132,14 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _open_stub(self) -> inference_pb2_grpc.InferenceStub:
+        if self._closed:
+            raise EngineClosedError("the client has been closed")
+        return self._stub
+
     def _start(self, request: Request) -> Any:
-        method = self._stub.Chat if isinstance(request.message, pb.ChatRequest) else self._stub.Generate
+        stub = self._open_stub()
+        method = stub.Chat if isinstance(request.message, pb.ChatRequest) else stub.Generate
         return method(request.message, **self._call_options)
 
     def _stream(self, request: Request) -> Generator[StreamEvent, None, None]:

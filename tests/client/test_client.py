@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from jaxserve import ConfigError, QueueFullError, RequestError, SamplingParams
+from jaxserve import ConfigError, EngineClosedError, QueueFullError, RequestError, SamplingParams
 from jaxserve.client import AsyncClient, Client, ClientTls, ServerError, ServerTimeoutError
+from jaxserve.client.channel import full_target
 from jaxserve.client.wire import sampling_message
 from jaxserve.serving.grpc.inference import sampling_params
 from tests.serving.grpc.harness import running
@@ -232,3 +233,42 @@ def test_without_grpc_it_says_what_to_install(missing):
 
 def test_the_client_needs_no_jax():
     subprocess.run([sys.executable, "-c", "import sys, jaxserve.client; assert 'jax' not in sys.modules"], check=True)
+
+
+@pytest.mark.parametrize("target", [None, "", " ", 50051, b"localhost", "http://localhost:50051", "https://a"])
+def test_what_is_no_target(target):
+    for make in (Client, AsyncClient):
+        with pytest.raises(ConfigError, match="target must be") as caught:
+            make(target)
+        assert repr(target) in str(caught.value)
+
+
+@pytest.mark.parametrize(("target", "full"), [
+    ("localhost", "localhost:50051"), ("10.0.0.1", "10.0.0.1:50051"), ("[::1]", "[::1]:50051"),
+    ("a-b.example", "a-b.example:50051"), ("a_b:1", "a_b:1"), ("[::1]:443", "[::1]:443"), ("::1", "::1"),
+    ("dns:///a", "dns:///a"), ("unix:/run/a", "unix:/run/a"), ("unix:a", "unix:a"),
+    ("ipv4:10.0.0.1:1", "ipv4:10.0.0.1:1")])
+def test_the_port_is_the_servers_default(target, full):
+    assert full_target(target) == full
+
+
+def test_a_closed_client_says_so(server):
+    with Client(server.target) as client:
+        assert client.tokenize("a")
+    client.close()
+    for ask in (lambda: client.generate("a", use_tqdm=False), lambda: client.generate(["a"], use_tqdm=False),
+                lambda: client.stream("a"), lambda: client.tokenize("a"), lambda: client.abort("a")):
+        with pytest.raises(EngineClosedError, match="client has been closed"):
+            ask()
+
+
+def test_a_closed_async_client_says_so(server):
+    async def use() -> None:
+        async with AsyncClient(server.target) as client:
+            assert await client.tokenize("a")
+        for ask in (lambda: client.generate("a"), lambda: client.generate(["a"]), lambda: anext(client.stream("a")),
+                    lambda: client.tokenize("a"), lambda: client.abort("a")):
+            with pytest.raises(EngineClosedError, match="client has been closed"):
+                await ask()
+
+    server.run(use())

@@ -69,7 +69,7 @@ def create_app(service: Service, metrics: ServingMetrics, options: HttpOptions |
 
 
 class _Gate:
-    """Checks the key, gives each request an id, which the answer carries, and logs it."""
+    """Checks framing and key, gives each request an id, which the answer carries, and logs it."""
 
     def __init__(self, app: ASGIApp, options: HttpOptions):
         self._app = app
@@ -99,7 +99,11 @@ class _Gate:
             await send(message)
 
         app = self._app
-        if self._keys and scope["path"] not in self._open_paths and not self._known(headers.get(b"authorization", b"")):
+        if b"transfer-encoding" in headers and b"content-length" in headers:
+            # A proxy may have gone by the length, and taken what follows for somebody else's request (RFC 9112, 6.1).
+            app = _error_response(ApiError(400, "a request may have a Content-Length or a Transfer-Encoding, not both",
+                                           headers={"Connection": "close"}))
+        elif self._needs_key(scope["path"]) and not self._known(headers.get(b"authorization", b"")):
             app = _error_response(ApiError(401, "give a valid API key: Authorization: Bearer KEY", param=None,
                                            code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}))
         try:
@@ -112,6 +116,9 @@ class _Gate:
             if self._access_log is not None:
                 polled = scope["path"] in PROBE_PATHS or scope["path"] == "/metrics"
                 self._access_log.log(call, status, level=logging.DEBUG if polled else logging.INFO)
+
+    def _needs_key(self, path: str) -> bool:
+        return bool(self._keys) and path not in self._open_paths
 
     def _known(self, authorization: bytes) -> bool:
         scheme, _, given = authorization.partition(b" ")

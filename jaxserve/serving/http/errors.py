@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -44,6 +45,18 @@ class ApiError(Exception):
 
 def invalid(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
+
+
+@contextlib.contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of requests speak of the client's fields. `names`: theirs, of those that the engine calls otherwise."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param is None or error.param not in names:
+            raise
+        name = names[error.param]
+        raise RequestError(name + str(error).removeprefix(error.param), name) from None
 
 
 def api_error(error: Exception) -> ApiError:

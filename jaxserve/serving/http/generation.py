@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
+from jaxserve.errors import RequestError
 from jaxserve.outputs import CompletionOutput, RequestOutput, StreamEvent
 from jaxserve.serving.http import answers
 from jaxserve.serving.http.answers import CompletionLogprobs, Json, TokenNames
-from jaxserve.serving.http.errors import invalid
+from jaxserve.serving.http.errors import invalid, named
 from jaxserve.serving.http.requests import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, Output
 from jaxserve.serving.http.streams import events_of, guarded, outputs_of, sse, start_all
 from jaxserve.serving.request_stream import RequestStream
@@ -38,9 +39,26 @@ class Completions:
         if len(request.prompts) * self._n > limit:
             raise invalid(f"{len(request.prompts)} prompts with n={self._n} are more than the {limit} completions that "
                           f"this server queues; send fewer at a time", "prompt")
-        self._prompts = [await self._ids(prompt) for prompt in request.prompts]
-        return await start_all([service.generate({"prompt_token_ids": ids}, request.params.clone(
-            max_tokens=self._max_tokens(ids))) for ids in self._prompts])
+        for i, prompt in enumerate(request.prompts):
+            with self._of_prompt(i):
+                self._prompts.append(await self._ids(prompt))
+        return await start_all([self._start(i) for i in range(len(request.prompts))])
+
+    async def _start(self, i: int) -> RequestStream:
+        ids = self._prompts[i]
+        with self._of_prompt(i):
+            return await self._service.generate(
+                {"prompt_token_ids": ids}, self._request.params.clone(max_tokens=self._max_tokens(ids)))
+
+    @contextlib.contextmanager
+    def _of_prompt(self, i: int) -> Iterator[None]:
+        """Errors say which of several prompts is wrong."""
+        try:
+            yield
+        except RequestError as error:
+            if len(self._request.prompts) == 1:
+                raise
+            raise RequestError(f"prompt[{i}]: {error}", error.param) from None
 
     async def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -152,7 +170,8 @@ class Chat:
     async def start(self) -> list[RequestStream]:
         """Raises RequestError, QueueFullError, ...: then nothing runs."""
         request = self._request
-        return [await self._service.chat(request.messages, request.params, template=request.template)]
+        with named(request.names):
+            return [await self._service.chat(request.messages, request.params, template=request.template)]
 
     async def whole(self, streams: Sequence[RequestStream]) -> Json:
         output, = await outputs_of(streams)

@@ -182,11 +182,12 @@ class CompletionRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest:
-    """`template`: the options of LLM.chat."""
+    """`template`: the options of LLM.chat. `names`: of the fields that the client gave for others of `params`."""
 
     messages: Messages
     params: SamplingParams
     template: dict[str, Any]
+    names: dict[str, str]
     output: Output
 
 
@@ -229,13 +230,16 @@ def chat_request(body: Any, model: str, *, trust_templates: bool) -> ChatRequest
     output, given = _output(values), sampling(values)
     # The newer name counts if both are given.
     given["max_tokens"] = values["max_completion_tokens"] or values["max_tokens"]
+    names = {"logprobs": "top_logprobs"}
+    if values["max_completion_tokens"] is not None:
+        names["max_tokens"] = "max_completion_tokens"
     if not values["logprobs"] and values["top_logprobs"]:
         raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
     given["logprobs"] = values["top_logprobs"] if values["logprobs"] else None
     if output.stream and "prompt_logprobs" in given:
         raise invalid("prompt_logprobs cannot be streamed", "prompt_logprobs")
     return ChatRequest(messages=values["messages"], params=SamplingParams(**given),
-                       template=_template(values, trust_templates), output=output)
+                       template=_template(values, trust_templates), names=names, output=output)
 
 
 def tokenize_request(body: Any, model: str, *, trust_templates: bool) -> TokenizeRequest:

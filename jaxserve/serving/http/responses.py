@@ -11,7 +11,7 @@ from jaxserve.errors import RequestError
 from jaxserve.outputs import FinishReason, PositionLogprobs, RequestOutput
 from jaxserve.serving.http import answers
 from jaxserve.serving.http.answers import Json, TokenNames, to_json
-from jaxserve.serving.http.errors import api_error
+from jaxserve.serving.http.errors import api_error, named
 from jaxserve.serving.http.responses_request import ResponsesRequest
 from jaxserve.serving.http.streams import events_of, outputs_of
 from jaxserve.serving.request_stream import RequestStream
@@ -39,7 +39,8 @@ class Responses:
     async def start(self) -> list[RequestStream]:
         """Raises RequestError, QueueFullError, ...: then nothing runs."""
         try:
-            return [await self._service.chat(self._request.messages, self._request.params)]
+            with named({"logprobs": "top_logprobs", "max_tokens": "max_output_tokens"}):
+                return [await self._service.chat(self._request.messages, self._request.params)]
         except RequestError as error:
             if error.param is not None and error.param.startswith("messages"):
                 error.param = "input"  # which they were made from

@@ -91,13 +91,29 @@ def test_wrong_messages(http, messages):
 
 
 @pytest.mark.parametrize(("body", "param"), [
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 10**6}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 10**6}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"), ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"), ({"logprobs": 3}, "logprobs")])
 def test_wrong_logprobs_of_chats(http, body, param):
     """case 34"""
     error = refused(http, CHAT, {"messages": MESSAGES} | body)
-    assert error["param"] in (param, "logprobs")
+    assert error["param"] == param
+    assert error["message"].startswith(param)
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_too_many_tokens_of_chats(http, field):
+    error = refused(http, CHAT, {"messages": MESSAGES, field: 10**6})
+    assert error["param"] == field and error["message"].startswith(f"{field} is 1000000")
+
+
+def test_which_prompt_is_wrong(http):
+    for prompts in (["a", "x" * 1280], [[1], [2] * 1280], ["a", ""], [[1], [272]]):
+        error = refused(http, COMPLETIONS, {"prompt": prompts})
+        assert error["message"].startswith("prompt[1]: "), error
+        alone = refused(http, COMPLETIONS, {"prompt": prompts[1:]})
+        assert error["message"] == f"prompt[1]: {alone['message']}"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -164,6 +164,13 @@ def test_refusals(http, body, stream):
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(("field", "value"), [("top_logprobs", 21), ("max_output_tokens", 10**6)])
+def test_refusals_name_the_field_that_was_sent(http, field, value):
+    body = {"input": "Hi", "include": ["message.output_text.logprobs"], field: value}
+    error = http.post("/v1/responses", json=body).json()["error"]
+    assert error["param"] == field and error["message"].startswith(f"{field} is {value}")
+
+
 def test_more_refusals(http):
     assert http.post("/v1/responses", json={"input": "Hi", "stream_options": {}}).status_code == 400
     for body in (b"{}", b'{"input": null}', b'{"instructions": "x"}', b'{"input": ["\\ud800"]}'):
